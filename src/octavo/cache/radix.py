@@ -172,9 +172,7 @@ class PrefixTree:
         heapq.heappush(self._heap, (priority, self._pushes, node))
         # Entries of nodes that were used again stay behind; rebuild before they outnumber the living.
         if len(self._heap) > 64 + 4 * self.n_nodes:
-            self._heap = [
-                (self._policy.priority(n), i, n) for i, n in enumerate(self.nodes()) if self._is_evictable(n)
-            ]
+            self._heap = [(self._policy.priority(n), i, n) for i, n in enumerate(self.nodes()) if self._is_evictable(n)]
             heapq.heapify(self._heap)
             self._pushes = len(self._heap)
 

@@ -26,14 +26,12 @@ class Sampler:
 
     def __init__(self, params: SamplingParams, seed: int, index: int, prompt: Sequence[int]) -> None:
         self._params = params
+        self.seed = seed
         self._key = (seed & (2**64 - 1)) | (index << 64)
         self._seen = np.unique(np.asarray(prompt, dtype=np.int64)) if params.repetition_penalty != 1.0 else None
         self._counts: Counter[int] = Counter()
         self._adjusts = bool(
-            params.logit_bias
-            or params.repetition_penalty != 1.0
-            or params.presence_penalty
-            or params.frequency_penalty
+            params.logit_bias or params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
         )
 
     def choose(self, logits: F32, position: int) -> int:

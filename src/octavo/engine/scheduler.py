@@ -7,6 +7,7 @@ computed again later, to the same bits.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -37,9 +38,7 @@ class Scheduler:
     Both are in order of age; sequences of one request stay together.
     """
 
-    def __init__(
-        self, cache: KVCache, fingerprint: tuple[str, ...], *, max_num_seqs: int, step_tokens: int
-    ) -> None:
+    def __init__(self, cache: KVCache, fingerprint: tuple[str, ...], *, max_num_seqs: int, step_tokens: int) -> None:
         self._cache = cache
         self._fingerprint = fingerprint
         self._max_num_seqs = max_num_seqs
@@ -117,7 +116,7 @@ class Scheduler:
             except OutOfPages:
                 pass
             else:
-                self.running.insert(self.running.index(parent) + 1 + child.index, child)
+                self.running.insert(self.running.index(parent) + 1, child)
                 return
         self.waiting.appendleft(child)
 
@@ -181,6 +180,7 @@ class Scheduler:
         if request.num_cached_tokens is None:
             # Later admissions (after preemption, or of forked choices) find the request's own pages: no hits.
             request.num_cached_tokens = cached
+            request.admitted = time.monotonic()
             self.hit_tokens += cached
             self.query_tokens += request.n_prompt
             request.sink(Started(request.message.request_id, request.n_prompt, cached))

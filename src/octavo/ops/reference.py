@@ -89,9 +89,7 @@ class ReferenceOps:
     def prepare_embedding(self, weight: Tensor) -> T:
         return _matrix(weight)
 
-    def prepare_attention(
-        self, spec: ModelSpec, layer: int, weights: AttentionWeights, page_size: int
-    ) -> _Attention:
+    def prepare_attention(self, spec: ModelSpec, layer: int, weights: AttentionWeights, page_size: int) -> _Attention:
         key = (spec.rope, spec.context_length)
         if key not in self._rope:
             cos, sin = rope_tables(spec.rope, spec.context_length)
