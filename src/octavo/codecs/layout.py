@@ -73,13 +73,15 @@ def as_float16(x: F32) -> F16:
 def float16_up(x: F32) -> F16:
     """The smallest float16 >= x, for x >= 0 (infinity where there is none)."""
     y = as_float16(x)
-    return np.where(y.astype(np.float32) < x, np.nextafter(y, np.float16(np.inf)), y)
+    with np.errstate(over="ignore"):
+        return np.where(y.astype(np.float32) < x, np.nextafter(y, np.float16(np.inf)), y)
 
 
 def float16_down(x: F32) -> F16:
     """The largest float16 <= x (infinite where there is none)."""
     y = as_float16(x)
-    return np.where(y.astype(np.float32) > x, np.nextafter(y, np.float16(-np.inf)), y)
+    with np.errstate(over="ignore"):
+        return np.where(y.astype(np.float32) > x, np.nextafter(y, np.float16(-np.inf)), y)
 
 
 def check_scales(scale: F16, plane: Plane, codec: str) -> F32:
