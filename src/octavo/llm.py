@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from octavo.config import CachePolicy, EngineConfig, parse_bytes
-from octavo.engine.client import EngineStats
+from octavo.engine.client import EngineClient, EngineStats
 from octavo.engine.messages import (
     Delta,
     Event,
@@ -44,7 +44,7 @@ class Completion:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What one prompt brought. Times are in seconds from submission; `kv_bytes` is what its pages took at their most."""
+    """What one prompt brought. Times are in seconds from submission; `kv_bytes` is what its pages took."""
 
     prompt_token_ids: list[int]
     outputs: list[Completion]
@@ -89,8 +89,18 @@ class LLM:
             policy=policy or CachePolicy(),
             **settings,
         )
-        self.engine = build_engine(model, config)
-        self.tokenizer = self.engine.tokenizer
+        self._attach(build_engine(model, config))
+
+    @classmethod
+    def from_engine(cls, engine: EngineClient) -> LLM:
+        """Wrap an engine that runs already; closing the result closes the engine."""
+        llm = cls.__new__(cls)
+        llm._attach(engine)
+        return llm
+
+    def _attach(self, engine: EngineClient) -> None:
+        self.engine = engine
+        self.tokenizer = engine.tokenizer
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, *, namespace: str = ""
@@ -120,10 +130,8 @@ class LLM:
         """The engine's events for one prompt or conversation, as they happen: Started, PromptProgress ..., Delta ...,
         Finished. Leaving the loop early cancels the request."""
         first = prompt[0] if not isinstance(prompt, str) and prompt else None
-        if isinstance(first, Mapping):
-            tokens = self.tokenizer.apply_chat_template(prompt)  # type: ignore[arg-type]
-        else:
-            tokens = self._tokens(prompt)  # type: ignore[arg-type]
+        chat = isinstance(first, Mapping)
+        tokens = self.tokenizer.apply_chat_template(prompt) if chat else self._tokens(prompt)  # type: ignore[arg-type]
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         request = self._request(tokens, params, namespace)
         self.engine.submit(request, events.put)

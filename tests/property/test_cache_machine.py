@@ -166,9 +166,7 @@ TestCache.settings = settings(max_examples=40, stateful_step_count=50, deadline=
 def test_cache_long() -> None:
     from hypothesis.stateful import run_state_machine_as_test
 
-    run_state_machine_as_test(
-        CacheMachine, settings=settings(max_examples=400, stateful_step_count=60, deadline=None)
-    )
+    run_state_machine_as_test(CacheMachine, settings=settings(max_examples=400, stateful_step_count=60, deadline=None))
 
 
 def _two_sequences() -> tuple[KVCache, BlockTable, BlockTable]:

@@ -69,7 +69,8 @@ def plan(spec: CacheSpec, page_size: int, key_codec: str, value_codec: str, budg
     if n_frames < 2:
         raise ConfigError(
             f"the KV memory budget of {budget_bytes:,} bytes holds no sealed page beside an open one: "
-            f"this model with page size {page_size} needs at least {2 * frame:,} bytes (--kv-memory {-(-2 * frame // 2**20)}MiB)"
+            f"this model with page size {page_size} needs at least {2 * frame:,} bytes "
+            f"(--kv-memory {-(-2 * frame // 2**20)}MiB)"
         )
     return Footprint(sealed, opened, frame, n_frames)
 

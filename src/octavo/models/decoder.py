@@ -1,6 +1,7 @@
 """The dense decoder family: Llama, Mistral, SmolLM2, Qwen2, Qwen3.
 
-They differ in dimensions and in which weights exist (biases, per-head norms), not in structure, so one file serves them.
+They differ in dimensions and in which weights exist (biases, per-head norms), not in structure: one file serves
+them all.
 """
 
 from __future__ import annotations
