@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as PlainTokenizer
 from tokenizers.models import BPE
 
 from octavo.errors import LoadError, UnsupportedError
+from octavo.text.chat_template import ChatTemplate
 from octavo.text.fast_tokenizer import FastTokenizer, TokenizerParts
 from octavo.text.special import SpecialToken
 from octavo.text.vocabulary import Kind, Vocabulary
@@ -136,8 +137,20 @@ class _Builder:
             bos_token_id=bos if add_bos else None,
             prefix=(bos,) if add_bos and bos is not None else (),
             suffix=(eos,) if add_eos and eos is not None else (),
+            template=self.template("tokenizer.chat_template"),
+            tool_template=self.template("tokenizer.chat_template.tool_use"),
         )
         return FastTokenizer(parts)
+
+    def template(self, key: str) -> ChatTemplate | None:
+        source = self.metadata.get(key)
+        if not isinstance(source, str):
+            return None
+        ids = {name: self.token_id(name) for name in ("bos", "eos", "unknown", "padding")}
+        names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+        return ChatTemplate(
+            source, {names[name]: self.pieces[i] for name, i in ids.items() if i is not None}, self.where
+        )
 
     def of_kind(self, kind: Kind) -> list[int]:
         return [int(i) for i in np.flatnonzero(np.frombuffer(self.kinds, dtype=np.uint8) == kind)]
