@@ -1,0 +1,102 @@
+"""The tokenizer of a model, on the `tokenizers` library.
+
+Control tokens are kept out of the library's tokenizer and split off here instead, so that reading them or not
+is a choice per call (the library's switch is a setting of the whole tokenizer, not safe between threads).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer as PlainTokenizer
+
+from octavo.errors import RequestError
+from octavo.text.special import SpecialToken, SpecialTokens
+from octavo.text.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerParts:
+    """What a loader found; `FastTokenizer` is built from it.
+
+    Attributes:
+        plain: splits text that holds no control tokens. Tokens that the original always reads, such as
+            "<tool_call>", are among its added tokens; control tokens are not.
+        inner: the same for text after a control token, where that differs (SentencePiece's leading space).
+        prefix, suffix: ids that `encode(add_special=True)` puts around a text.
+        strip_space: whether the first token's leading space is an artefact that `decode` removes.
+    """
+
+    vocabulary: Vocabulary
+    specials: tuple[SpecialToken, ...]
+    plain: PlainTokenizer
+    inner: PlainTokenizer
+    eos_token_ids: frozenset[int]
+    bos_token_id: int | None
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+    strip_space: bool = False
+
+
+class FastTokenizer:
+    """Implements `octavo.text.tokenizer.Tokenizer`."""
+
+    def __init__(self, parts: TokenizerParts) -> None:
+        self._parts = parts
+        self._vocabulary = parts.vocabulary
+        self._specials = SpecialTokens(parts.specials)
+        self.vocab_size = len(parts.vocabulary)
+        self.eos_token_ids = parts.eos_token_ids
+        self.bos_token_id = parts.bos_token_id
+        self.has_chat_template = False
+
+    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        ids = list(self._parts.prefix) if add_special else []
+        ids += self._encode_parts(self._specials.split(text) if parse_special else [text])
+        return [*ids, *self._parts.suffix] if add_special else ids
+
+    def _encode_parts(self, parts: Iterable[str | SpecialToken]) -> list[int]:
+        ids: list[int] = []
+        plain = self._parts.plain
+        for part in parts:
+            if isinstance(part, SpecialToken):
+                ids.append(part.id)
+            else:
+                ids += _encode_plain(plain, part)
+            plain = self._parts.inner
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Bytes that are not UTF-8 become U+FFFD. Raises RequestError for an id outside the vocabulary."""
+        vocabulary = self._vocabulary
+        chunks = [vocabulary.token_bytes(i) or self._control_bytes(i, skip_special) for i in token_ids]
+        text = b"".join(chunks).decode("utf-8", errors="replace")
+        return text[1:] if self._parts.strip_space and text.startswith(" ") else text
+
+    def _control_bytes(self, token_id: int, skip_special: bool) -> bytes:
+        return b"" if skip_special else self._vocabulary.control_text(token_id).encode("utf-8")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._vocabulary.token_bytes(token_id)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        raise RequestError("this model has no chat template", param="messages")
+
+
+def _encode_plain(tokenizer: PlainTokenizer, text: str) -> list[int]:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the text holds half of a surrogate pair at character {error.start}: it is not valid Unicode"
+        ) from error
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    return ids
