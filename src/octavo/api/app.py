@@ -1,0 +1,69 @@
+"""The application: routes around one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import PackageNotFoundError, version
+
+from fastapi import FastAPI
+
+from octavo.api import openai_chat, openai_completions, openai_models, operations, tokenization
+from octavo.api.context import ServerContext, system_fingerprint
+from octavo.api.errors import handle_exception
+from octavo.api.generation import Generations
+from octavo.api.metrics import Metrics
+from octavo.api.middleware import EdgeMiddleware
+from octavo.api.settings import ServerSettings
+from octavo.engine.client import EngineClient
+
+
+def octavo_version() -> str:
+    """The installed version; "0+source" when run from a source tree that is not installed."""
+    try:
+        return version("octavo")
+    except PackageNotFoundError:
+        return "0+source"
+
+
+def create_app(engine: EngineClient, settings: ServerSettings) -> FastAPI:
+    """The ASGI application. It uses the engine but does not own it: whoever built the engine closes it."""
+    model_names = settings.served_model_names or (engine.info.model_name,)
+    metrics = Metrics(engine, model_names[0])
+    generations = Generations(engine, metrics)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        watch = asyncio.create_task(generations.watch_engine(settings.health_period_s))
+        try:
+            yield
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+
+    # The generated documentation pages load scripts from elsewhere, so they are off.
+    app = FastAPI(
+        title="Octavo",
+        version=octavo_version(),
+        lifespan=lifespan,
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        exception_handlers={Exception: handle_exception},
+    )
+    app.state.context = ServerContext(
+        engine=engine,
+        settings=settings,
+        model_names=model_names,
+        metrics=metrics,
+        generations=generations,
+        system_fingerprint=system_fingerprint(engine.info, octavo_version()),
+        created=int(time.time()),
+    )
+    for module in (openai_chat, openai_completions, openai_models, tokenization, operations):
+        app.include_router(module.router)
+    app.add_middleware(EdgeMiddleware, settings=settings)
+    return app
