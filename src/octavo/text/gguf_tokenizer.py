@@ -42,9 +42,7 @@ def _smollm() -> Any:
 class _Pre:
     """How a family splits text before merging: `ignore_merges` takes a whole word that is a token at once."""
 
-    def __init__(
-        self, build: Any, *, nfc: bool = False, ignore_merges: bool = False, add_bos: bool = False
-    ) -> None:
+    def __init__(self, build: Any, *, nfc: bool = False, ignore_merges: bool = False, add_bos: bool = False) -> None:
         self.build, self.nfc, self.ignore_merges, self.add_bos = build, nfc, ignore_merges, add_bos
 
 
@@ -87,9 +85,7 @@ class _Builder:
         self.pieces = list(self.strings("tokens"))
         types = self.get("token_type")
         self.kinds = (
-            bytes([Kind.NORMAL]) * len(self.pieces)
-            if types is None
-            else np.asarray(types, dtype=np.uint8).tobytes()
+            bytes([Kind.NORMAL]) * len(self.pieces) if types is None else np.asarray(types, dtype=np.uint8).tobytes()
         )
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -106,17 +102,13 @@ class _Builder:
         if value is None:
             return None
         if not isinstance(value, int) or not 0 <= value < len(self.pieces):
-            raise LoadError(
-                f"{self.where}: tokenizer.ggml.{key}_token_id {value!r} is outside the vocabulary"
-            )
+            raise LoadError(f"{self.where}: tokenizer.ggml.{key}_token_id {value!r} is outside the vocabulary")
         return value
 
     def build(self) -> FastTokenizer:
         model = self.get("model")
         if model != "gpt2":
-            raise UnsupportedError(
-                f"{self.where}: tokenizer.ggml.model {model!r} is not supported; supported: gpt2"
-            )
+            raise UnsupportedError(f"{self.where}: tokenizer.ggml.model {model!r} is not supported; supported: gpt2")
         name = self.get("pre")
         pre = _PRE.get(name)
         if pre is None:
@@ -163,18 +155,14 @@ class _Builder:
         if pre.nfc:
             tokenizer.normalizer = normalizers.NFC()
         tokenizer.pre_tokenizer = pre.build()
-        tokenizer.add_tokens(
-            [AddedToken(self.pieces[i], normalized=False) for i in self.of_kind(Kind.USER_DEFINED)]
-        )
+        tokenizer.add_tokens([AddedToken(self.pieces[i], normalized=False) for i in self.of_kind(Kind.USER_DEFINED)])
         return tokenizer
 
     def merges(self) -> list[tuple[str, str]]:
         merges = self.strings("merges")
         halves = " ".join(merges).split(" ")
         if len(halves) != 2 * len(merges):
-            raise LoadError(
-                f"{self.where}: tokenizer.ggml.merges: an entry is not two tokens with a space between"
-            )
+            raise LoadError(f"{self.where}: tokenizer.ggml.merges: an entry is not two tokens with a space between")
         return list(zip(halves[::2], halves[1::2], strict=True))
 
     def eos_ids(self) -> frozenset[int]:
