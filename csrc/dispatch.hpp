@@ -8,6 +8,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "linear_types.hpp"
+
 namespace octavo {
 
 /// Part of the numeric fingerprint: raise it whenever any kernel's results may change in any bit.
@@ -18,11 +20,14 @@ struct MathKernels {
   void (*silu)(const float* x, size_t n, float* out);
   void (*rms_norm)(const float* x, const float* weight, float eps, size_t n, float* out);
   void (*rope)(const float* x, const float* cosine, const float* sine, size_t half, float* out);
+  /// Logarithm of the softmax of n values. Max and sum run in a fixed order of lanes.
+  void (*log_softmax)(const float* x, size_t n, float* out);
 };
 
 struct KernelTable {
   const char* isa;
   MathKernels math;
+  LinearKernels linear;
 };
 
 /// The table for "portable", "avx2" or "avx512", or the best for "auto". Throws std::invalid_argument when the name is
