@@ -282,9 +282,8 @@ def test_a_death_of_the_thread_is_seen_and_answered() -> None:
         raise RuntimeError("planted")
 
     engine._runner.run = broken  # type: ignore[method-assign]
-    with pytest.warns(pytest.PytestUnhandledThreadExceptionWarning):
-        assert isinstance(until_over(submit(engine, prompt(10)))[-1], Failed)
-        engine._thread.join(10)
+    assert isinstance(until_over(submit(engine, prompt(10)))[-1], Failed)
+    engine._thread.join(10)
     assert not engine.is_healthy()
     with pytest.raises(Exception, match="stopped"):
         submit(engine, prompt(10))
