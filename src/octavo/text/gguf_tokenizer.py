@@ -13,7 +13,7 @@ from tokenizers.models import BPE
 from octavo.errors import LoadError, UnsupportedError
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.fast_tokenizer import FastTokenizer, TokenizerParts
-from octavo.text.special import SpecialToken
+from octavo.text.special import TURN_ENDS, SpecialToken
 from octavo.text.vocabulary import Kind, Vocabulary
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -63,17 +63,6 @@ _PRE: Mapping[str, _Pre] = {
     "llama3": _LLAMA3_PRE,
     "llama-v3": _LLAMA3_PRE,
 }
-
-#: Control tokens that end a turn, whatever key names them: written the same in all families that have them.
-_TURN_ENDS = (
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<|end|>",
-    "<end_of_turn>",
-)
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any], where: str) -> FastTokenizer:
@@ -179,5 +168,5 @@ class _Builder:
 
     def eos_ids(self) -> frozenset[int]:
         named = (self.token_id(key) for key in ("eos", "eot", "eom"))
-        known = {i for i in self.of_kind(Kind.CONTROL) if self.pieces[i] in _TURN_ENDS}
+        known = {i for i in self.of_kind(Kind.CONTROL) if self.pieces[i] in TURN_ENDS}
         return frozenset(known.union(i for i in named if i is not None))

@@ -67,8 +67,7 @@ class _Generation(Extension):
 
 
 class _CountSteps(NodeTransformer):
-    """Makes every loop iteration and macro call spend a step, and every `~` check the length of its result.
-    """
+    """Makes loop iterations and macro calls spend a step, and `~` check the length of its result."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
