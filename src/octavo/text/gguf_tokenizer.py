@@ -13,7 +13,7 @@ from tokenizers.models import BPE
 from octavo.errors import LoadError, UnsupportedError
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.fast_tokenizer import FastTokenizer, TokenizerParts
-from octavo.text.special import SpecialToken
+from octavo.text.special import TURN_ENDS, SpecialToken
 from octavo.text.vocabulary import Kind, Vocabulary
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -42,7 +42,9 @@ def _smollm() -> Any:
 class _Pre:
     """How a family splits text before merging: `ignore_merges` takes a whole word that is a token at once."""
 
-    def __init__(self, build: Any, *, nfc: bool = False, ignore_merges: bool = False, add_bos: bool = False) -> None:
+    def __init__(
+        self, build: Any, *, nfc: bool = False, ignore_merges: bool = False, add_bos: bool = False
+    ) -> None:
         self.build, self.nfc, self.ignore_merges, self.add_bos = build, nfc, ignore_merges, add_bos
 
 
@@ -62,17 +64,6 @@ _PRE: Mapping[str, _Pre] = {
     "llama-v3": _LLAMA3_PRE,
 }
 
-#: Control tokens that end a turn, whatever key names them: written the same in all families that have them.
-_TURN_ENDS = (
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<|end|>",
-    "<end_of_turn>",
-)
-
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any], where: str) -> FastTokenizer:
     """Raises LoadError for incomplete metadata, UnsupportedError naming a tokenizer that is not built."""
@@ -85,7 +76,9 @@ class _Builder:
         self.pieces = list(self.strings("tokens"))
         types = self.get("token_type")
         self.kinds = (
-            bytes([Kind.NORMAL]) * len(self.pieces) if types is None else np.asarray(types, dtype=np.uint8).tobytes()
+            bytes([Kind.NORMAL]) * len(self.pieces)
+            if types is None
+            else np.asarray(types, dtype=np.uint8).tobytes()
         )
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -102,13 +95,17 @@ class _Builder:
         if value is None:
             return None
         if not isinstance(value, int) or not 0 <= value < len(self.pieces):
-            raise LoadError(f"{self.where}: tokenizer.ggml.{key}_token_id {value!r} is outside the vocabulary")
+            raise LoadError(
+                f"{self.where}: tokenizer.ggml.{key}_token_id {value!r} is outside the vocabulary"
+            )
         return value
 
     def build(self) -> FastTokenizer:
         model = self.get("model")
         if model != "gpt2":
-            raise UnsupportedError(f"{self.where}: tokenizer.ggml.model {model!r} is not supported; supported: gpt2")
+            raise UnsupportedError(
+                f"{self.where}: tokenizer.ggml.model {model!r} is not supported; supported: gpt2"
+            )
         name = self.get("pre")
         pre = _PRE.get(name)
         if pre is None:
@@ -155,17 +152,21 @@ class _Builder:
         if pre.nfc:
             tokenizer.normalizer = normalizers.NFC()
         tokenizer.pre_tokenizer = pre.build()
-        tokenizer.add_tokens([AddedToken(self.pieces[i], normalized=False) for i in self.of_kind(Kind.USER_DEFINED)])
+        tokenizer.add_tokens(
+            [AddedToken(self.pieces[i], normalized=False) for i in self.of_kind(Kind.USER_DEFINED)]
+        )
         return tokenizer
 
     def merges(self) -> list[tuple[str, str]]:
         merges = self.strings("merges")
         halves = " ".join(merges).split(" ")
         if len(halves) != 2 * len(merges):
-            raise LoadError(f"{self.where}: tokenizer.ggml.merges: an entry is not two tokens with a space between")
+            raise LoadError(
+                f"{self.where}: tokenizer.ggml.merges: an entry is not two tokens with a space between"
+            )
         return list(zip(halves[::2], halves[1::2], strict=True))
 
     def eos_ids(self) -> frozenset[int]:
         named = (self.token_id(key) for key in ("eos", "eot", "eom"))
-        known = {i for i in self.of_kind(Kind.CONTROL) if self.pieces[i] in _TURN_ENDS}
+        known = {i for i in self.of_kind(Kind.CONTROL) if self.pieces[i] in TURN_ENDS}
         return frozenset(known.union(i for i in named if i is not None))
