@@ -169,10 +169,9 @@ class Engine:
                 if self._scheduler.has_work():
                     self._step()
                 self._stats = self._snapshot()
-        except BaseException as error:
+        except Exception as error:
             self._died = error
             log.exception("the engine's thread has died")
-            raise
         finally:
             for request in list(self._requests.values()):
                 self._fail(request, EngineStopped("the engine stopped before the request was done"))

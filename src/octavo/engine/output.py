@@ -25,15 +25,12 @@ class ChoiceText:
         self._stop = StopChecker(stop)
 
     def push(self, token: int) -> Emitted:
-        return self._check(self._detokenizer.push(token))
+        return self._emitted(self._stop.push(self._detokenizer.push(token)))
 
     def finish(self) -> Emitted:
         """The choice has ended otherwise: what was held back, up to a stop string that may still be in it."""
-        last = self._check(self._detokenizer.finish())
-        if last.stop is not None:
-            return last
-        return Emitted(last.text + self._stop.finish())
+        text = self._stop.push(self._detokenizer.finish())
+        return self._emitted(text if self._stop.matched is not None else text + self._stop.finish())
 
-    def _check(self, text: str) -> Emitted:
-        result = self._stop.push(text)
-        return Emitted(result.text, result.stop)
+    def _emitted(self, text: str) -> Emitted:
+        return Emitted(text, self._stop.matched)

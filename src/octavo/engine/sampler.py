@@ -58,17 +58,18 @@ class Sampler:
 
     def _draw(self, row: F32, position: int) -> int:
         p = self._params
-        bound = min(p.top_k or len(row), len(row))
-        # Every filter keeps a run of most likely tokens, so it is enough to sort until the run's end is in sight.
-        size = min(_FIRST_CANDIDATES, bound)
-        if bound == len(row) and p.top_p >= 1.0 and p.min_p == 0.0:
-            size = len(row)
         top = np.float64(row.max())
-        total = float(np.exp((row.astype(np.float64) - top) / p.temperature).sum()) if bound == len(row) else 0.0
+        bound, size, total = len(row), len(row), None
+        if p.top_k:
+            bound = size = min(p.top_k, len(row))
+        elif p.top_p < 1.0 or p.min_p > 0.0:
+            # Both filters keep a run of most likely tokens, so it is enough to sort until the run's end is in sight.
+            size = min(_FIRST_CANDIDATES, bound)
+            total = float(np.exp((row.astype(np.float64) - top) / p.temperature).sum())
         while True:
             ids = largest(row, size)
             weights = np.exp((row[ids].astype(np.float64) - top) / p.temperature)
-            keep = self._kept(weights, total or float(weights.sum()), complete=size == bound)
+            keep = self._kept(weights, float(weights.sum()) if total is None else total, complete=size == bound)
             if keep is not None:
                 break
             size = min(size * 8, bound)
@@ -91,8 +92,6 @@ class Sampler:
             if above == len(weights) and keep == len(weights) and not complete:
                 return None
             keep = min(keep, above)
-        if p.top_p >= 1.0 and p.min_p == 0.0 and not complete:
-            return None
         return max(keep, 1)
 
     def _uniform(self, position: int) -> float:

@@ -13,6 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer as PlainTokenizer
 
 from octavo.errors import RequestError
+from octavo.text.chat_template import ChatTemplate, ControlGuard, prepare_messages
 from octavo.text.special import SpecialToken, SpecialTokens
 from octavo.text.vocabulary import Vocabulary
 
@@ -26,6 +27,7 @@ class TokenizerParts:
             "<tool_call>", are among its added tokens; control tokens are not.
         inner: the same for text after a control token, where that differs (SentencePiece's leading space).
         prefix, suffix: ids that `encode(add_special=True)` puts around a text.
+        template: the chat template, and `tool_template` one that replaces it when tools are given.
         strip_space: whether the first token's leading space is an artefact that `decode` removes.
     """
 
@@ -38,6 +40,8 @@ class TokenizerParts:
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
     strip_space: bool = False
+    template: ChatTemplate | None = None
+    tool_template: ChatTemplate | None = None
 
 
 class FastTokenizer:
@@ -50,7 +54,8 @@ class FastTokenizer:
         self.vocab_size = len(parts.vocabulary)
         self.eos_token_ids = parts.eos_token_ids
         self.bos_token_id = parts.bos_token_id
-        self.has_chat_template = False
+        self.has_chat_template = parts.template is not None
+        self._guard = ControlGuard(token.text for token in parts.specials)
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         ids = list(self._parts.prefix) if add_special else []
@@ -88,7 +93,42 @@ class FastTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        raise RequestError("this model has no chat template", param="messages")
+        parts, marker = self._render(messages, tools, add_generation_prompt)
+        texts = (part if isinstance(part, SpecialToken) else part.replace(marker, "") for part in parts)
+        return self._encode_parts(text for text in texts if text)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The prompt's text, for people to read: which control tokens in it are real, only the ids say."""
+        parts, marker = self._render(messages, tools, add_generation_prompt)
+        return "".join(part.text if isinstance(part, SpecialToken) else part for part in parts).replace(marker, "")
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, generate: bool
+    ) -> tuple[list[str | SpecialToken], str]:
+        """The rendered prompt split at control tokens, its text still holding the guard's marker."""
+        template = (self._parts.tool_template if tools else None) or self._parts.template
+        if template is None:
+            raise RequestError(
+                "this model has no chat template; use plain completions or a model that is tuned for chat",
+                param="messages",
+            )
+        prepared = prepare_messages(messages)
+        for i, message in enumerate(prepared):
+            self._guard.check_role(message["role"], f"messages[{i}]")
+        try:
+            marker = self._guard.marker_for([prepared, tools or (), template.source])
+            guarded = self._guard.guard(prepared, marker)
+            guarded_tools = None if tools is None else self._guard.guard(tools, marker)
+        except RecursionError as error:
+            raise RequestError("messages or tools are nested too deeply", param="messages") from error
+        rendered = template.render(guarded, guarded_tools, add_generation_prompt=generate)
+        return self._specials.split(rendered), marker
 
 
 def _encode_plain(tokenizer: PlainTokenizer, text: str) -> list[int]:

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as PlainTokenizer
 from tokenizers.models import BPE
 
 from octavo.errors import LoadError, UnsupportedError
+from octavo.text.chat_template import ChatTemplate
 from octavo.text.fast_tokenizer import FastTokenizer, TokenizerParts
 from octavo.text.special import SpecialToken
 from octavo.text.vocabulary import Kind, Vocabulary
@@ -41,9 +42,7 @@ def _smollm() -> Any:
 class _Pre:
     """How a family splits text before merging: `ignore_merges` takes a whole word that is a token at once."""
 
-    def __init__(
-        self, build: Any, *, nfc: bool = False, ignore_merges: bool = False, add_bos: bool = False
-    ) -> None:
+    def __init__(self, build: Any, *, nfc: bool = False, ignore_merges: bool = False, add_bos: bool = False) -> None:
         self.build, self.nfc, self.ignore_merges, self.add_bos = build, nfc, ignore_merges, add_bos
 
 
@@ -86,9 +85,7 @@ class _Builder:
         self.pieces = list(self.strings("tokens"))
         types = self.get("token_type")
         self.kinds = (
-            bytes([Kind.NORMAL]) * len(self.pieces)
-            if types is None
-            else np.asarray(types, dtype=np.uint8).tobytes()
+            bytes([Kind.NORMAL]) * len(self.pieces) if types is None else np.asarray(types, dtype=np.uint8).tobytes()
         )
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -105,17 +102,13 @@ class _Builder:
         if value is None:
             return None
         if not isinstance(value, int) or not 0 <= value < len(self.pieces):
-            raise LoadError(
-                f"{self.where}: tokenizer.ggml.{key}_token_id {value!r} is outside the vocabulary"
-            )
+            raise LoadError(f"{self.where}: tokenizer.ggml.{key}_token_id {value!r} is outside the vocabulary")
         return value
 
     def build(self) -> FastTokenizer:
         model = self.get("model")
         if model != "gpt2":
-            raise UnsupportedError(
-                f"{self.where}: tokenizer.ggml.model {model!r} is not supported; supported: gpt2"
-            )
+            raise UnsupportedError(f"{self.where}: tokenizer.ggml.model {model!r} is not supported; supported: gpt2")
         name = self.get("pre")
         pre = _PRE.get(name)
         if pre is None:
@@ -136,8 +129,20 @@ class _Builder:
             bos_token_id=bos if add_bos else None,
             prefix=(bos,) if add_bos and bos is not None else (),
             suffix=(eos,) if add_eos and eos is not None else (),
+            template=self.template("tokenizer.chat_template"),
+            tool_template=self.template("tokenizer.chat_template.tool_use"),
         )
         return FastTokenizer(parts)
+
+    def template(self, key: str) -> ChatTemplate | None:
+        source = self.metadata.get(key)
+        if not isinstance(source, str):
+            return None
+        ids = {name: self.token_id(name) for name in ("bos", "eos", "unknown", "padding")}
+        names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+        return ChatTemplate(
+            source, {names[name]: self.pieces[i] for name, i in ids.items() if i is not None}, self.where
+        )
 
     def of_kind(self, kind: Kind) -> list[int]:
         return [int(i) for i in np.flatnonzero(np.frombuffer(self.kinds, dtype=np.uint8) == kind)]
@@ -150,18 +155,14 @@ class _Builder:
         if pre.nfc:
             tokenizer.normalizer = normalizers.NFC()
         tokenizer.pre_tokenizer = pre.build()
-        tokenizer.add_tokens(
-            [AddedToken(self.pieces[i], normalized=False) for i in self.of_kind(Kind.USER_DEFINED)]
-        )
+        tokenizer.add_tokens([AddedToken(self.pieces[i], normalized=False) for i in self.of_kind(Kind.USER_DEFINED)])
         return tokenizer
 
     def merges(self) -> list[tuple[str, str]]:
         merges = self.strings("merges")
         halves = " ".join(merges).split(" ")
         if len(halves) != 2 * len(merges):
-            raise LoadError(
-                f"{self.where}: tokenizer.ggml.merges: an entry is not two tokens with a space between"
-            )
+            raise LoadError(f"{self.where}: tokenizer.ggml.merges: an entry is not two tokens with a space between")
         return list(zip(halves[::2], halves[1::2], strict=True))
 
     def eos_ids(self) -> frozenset[int]:
