@@ -6,26 +6,20 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from importlib.metadata import PackageNotFoundError, version
 
 from fastapi import FastAPI
 
+from octavo._version import __version__
 from octavo.api import openai_chat, openai_completions, openai_models, operations, tokenization
 from octavo.api.context import ServerContext, system_fingerprint
+from octavo.api.dashboard import routes as dashboard
+from octavo.api.dashboard.feed import CacheFeed
 from octavo.api.errors import handle_exception
 from octavo.api.generation import Generations
 from octavo.api.metrics import Metrics
 from octavo.api.middleware import EdgeMiddleware
 from octavo.api.settings import ServerSettings
 from octavo.engine.client import EngineClient
-
-
-def octavo_version() -> str:
-    """The installed version; "0+source" when run from a source tree that is not installed."""
-    try:
-        return version("octavo")
-    except PackageNotFoundError:
-        return "0+source"
 
 
 def create_app(engine: EngineClient, settings: ServerSettings) -> FastAPI:
@@ -46,7 +40,7 @@ def create_app(engine: EngineClient, settings: ServerSettings) -> FastAPI:
     # The generated documentation pages load scripts from elsewhere, so they are off.
     app = FastAPI(
         title="Octavo",
-        version=octavo_version(),
+        version=__version__,
         lifespan=lifespan,
         openapi_url=None,
         docs_url=None,
@@ -60,10 +54,17 @@ def create_app(engine: EngineClient, settings: ServerSettings) -> FastAPI:
         model_names=model_names,
         metrics=metrics,
         generations=generations,
-        system_fingerprint=system_fingerprint(engine.info, octavo_version()),
+        feed=CacheFeed(
+            engine,
+            model_names[0],
+            period_s=settings.watch_period_s,
+            keepalive_s=settings.keepalive_s,
+            limit=settings.max_watchers,
+        ),
+        system_fingerprint=system_fingerprint(engine.info, __version__),
         created=int(time.time()),
     )
-    for module in (openai_chat, openai_completions, openai_models, tokenization, operations):
+    for module in (openai_chat, openai_completions, openai_models, tokenization, operations, dashboard):
         app.include_router(module.router)
     app.add_middleware(EdgeMiddleware, settings=settings)
     return app

@@ -16,7 +16,7 @@ from octavo.api.errors import ApiError
 from octavo.errors import ConfigError
 
 #: Paths that need no key: liveness, and the page's own files, which ask for the key themselves.
-_OPEN_PATHS = frozenset({"/", "/health", "/favicon.svg"})
+_OPEN_PATHS = frozenset({"/", "/health", "/favicon.ico"})
 _OPEN_PREFIX = "/assets/"
 
 _MIN_KEY_LENGTH = 8

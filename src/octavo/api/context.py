@@ -9,6 +9,7 @@ from typing import TypedDict
 from starlette.requests import Request
 
 from octavo.api.body import Model, read_body
+from octavo.api.dashboard.feed import CacheFeed
 from octavo.api.errors import model_not_found
 from octavo.api.generation import Generations
 from octavo.api.metrics import Metrics
@@ -24,6 +25,7 @@ class ServerContext:
     model_names: tuple[str, ...]
     metrics: Metrics
     generations: Generations
+    feed: CacheFeed
     system_fingerprint: str
     created: int
 

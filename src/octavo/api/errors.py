@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.errors import OverloadedError, RequestError
+from octavo.errors import OctavoError, OverloadedError, RequestError
 
 log = logging.getLogger("octavo.api")
 
@@ -94,6 +94,8 @@ def to_api_error(error: Exception) -> ApiError:
         return invalid(str(error), param=error.param, code=error.code)
     if isinstance(error, OverloadedError):
         return unavailable(str(error), retry_after_s=error.retry_after_s, code="overloaded")
+    if isinstance(error, OctavoError):
+        return ApiError(500, str(error), code="internal_error")
     if isinstance(error, HTTPException):
         code = _CODES.get(error.status_code, "http_error")
         return ApiError(error.status_code, error.detail, code=code, headers=error.headers)

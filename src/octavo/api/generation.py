@@ -116,7 +116,8 @@ class Generation:
             if isinstance(event, Finished | Failed):
                 del self._timers[event.request_id]
             if isinstance(event, Failed):
-                raise event.error
+                # A dying engine fails what it still knows of; clients are told why, not how.
+                raise event.error if self._engine.is_healthy() else engine_dead()
             if isinstance(event, Delta) and event.finish_reason == "cancelled":
                 raise ApiError(503, "the request was cancelled by the server", code="request_cancelled")
             yield event

@@ -84,6 +84,7 @@ class OctavoServer(uvicorn.Server):
         context = app.state.context
         assert isinstance(context, ServerContext)
         self._generations = context.generations
+        self._feed = context.feed
         self._drain_s = settings.drain_s
         self._ready = ready
         super().__init__(
@@ -104,6 +105,7 @@ class OctavoServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._generations.drain()
+        self._feed.close()
         if len(self._generations):
             log.info("stopping; %d requests have %g s to end", len(self._generations), self._drain_s)
         deadline = asyncio.get_running_loop().call_later(
