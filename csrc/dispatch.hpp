@@ -1,0 +1,35 @@
+// The kernels of one instruction set as a table of function pointers, and the choice of a table at run time.
+//
+// To add kernels: a struct of function pointers here (or in a header included here), a member of KernelTable, and a
+// function `X_kernels()` in namespace octavo::OCTAVO_ISA, declared in dispatch_table.hpp and called in
+// dispatch_table.cpp. This header and those it includes are read by kernel sources too: plain data only, no code.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace octavo {
+
+/// Part of the numeric fingerprint: raise it whenever any kernel's results may change in any bit.
+inline constexpr int kKernelRevision = 1;
+
+struct MathKernels {
+  void (*exp)(const float* x, size_t n, float* out);
+  void (*silu)(const float* x, size_t n, float* out);
+  void (*rms_norm)(const float* x, const float* weight, float eps, size_t n, float* out);
+  void (*rope)(const float* x, const float* cosine, const float* sine, size_t half, float* out);
+};
+
+struct KernelTable {
+  const char* isa;
+  MathKernels math;
+};
+
+/// The table for "portable", "avx2" or "avx512", or the best for "auto". Throws std::invalid_argument when the name is
+/// unknown, this build lacks the path, or this machine lacks the instructions.
+const KernelTable& select_kernels(const char* isa);
+
+/// Whether `select_kernels(isa)` would succeed.
+bool have_kernels(const char* isa);
+
+}  // namespace octavo

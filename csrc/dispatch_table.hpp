@@ -1,0 +1,12 @@
+// What each kernel source gives to its instruction set's table.
+#pragma once
+
+#include "dispatch.hpp"
+
+namespace octavo::OCTAVO_ISA {
+
+MathKernels math_kernels();
+
+const KernelTable& kernel_table();
+
+}  // namespace octavo::OCTAVO_ISA

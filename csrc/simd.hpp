@@ -1,0 +1,311 @@
+// Eight-lane vectors, one meaning on every instruction set.
+//
+// Include only from kernel sources, which are compiled once per instruction set with OCTAVO_ISA set to its name; all
+// code here lies in namespace octavo::OCTAVO_ISA and is inlined, so that nothing compiled for one set can be called
+// from another. Kernel sources use no std:: templates for the same reason.
+//
+// The types are compiler vector extensions: + - * / & | ^ ~ << >> and comparisons work on them everywhere (a
+// comparison gives i32x8 lanes of 0 or -1). Only what these lack is a function here.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#ifndef OCTAVO_ISA
+#error "simd.hpp belongs to kernel sources, which CMake compiles with OCTAVO_ISA"
+#endif
+
+#if defined(OCTAVO_ISA_avx2) || defined(OCTAVO_ISA_avx512)
+#define OCTAVO_AVX2 1
+#include <immintrin.h>
+#else
+#define OCTAVO_AVX2 0
+#endif
+#if defined(OCTAVO_ISA_avx512)
+#define OCTAVO_VNNI 1
+#else
+#define OCTAVO_VNNI 0
+#endif
+
+#define OCTAVO_INLINE static inline __attribute__((always_inline))
+
+namespace octavo::OCTAVO_ISA {
+
+using f32x8 = float __attribute__((vector_size(32)));
+using i32x8 = int32_t __attribute__((vector_size(32)));
+using u32x8 = uint32_t __attribute__((vector_size(32)));
+using i16x16 = int16_t __attribute__((vector_size(32)));
+using i8x32 = int8_t __attribute__((vector_size(32)));
+using u8x32 = uint8_t __attribute__((vector_size(32)));
+
+template <class T>
+OCTAVO_INLINE T min_of(T a, T b) {
+  return a < b ? a : b;
+}
+template <class T>
+OCTAVO_INLINE T max_of(T a, T b) {
+  return a < b ? b : a;
+}
+
+// ---- reinterpretation, loads and stores (no alignment needed) ----
+
+template <class To, class From>
+OCTAVO_INLINE To bits(From v) {
+  static_assert(sizeof(To) == sizeof(From));
+  To r;
+  __builtin_memcpy(&r, &v, sizeof(To));
+  return r;
+}
+
+template <class V>
+OCTAVO_INLINE V load(const void* p) {
+  V r;
+  __builtin_memcpy(&r, p, sizeof(V));
+  return r;
+}
+OCTAVO_INLINE f32x8 loadf(const float* p) { return load<f32x8>(p); }
+
+template <class V>
+OCTAVO_INLINE void store(void* p, V v) {
+  __builtin_memcpy(p, &v, sizeof(V));
+}
+
+OCTAVO_INLINE f32x8 set1(float x) { return f32x8{x, x, x, x, x, x, x, x}; }
+OCTAVO_INLINE i32x8 set1i(int32_t x) { return i32x8{x, x, x, x, x, x, x, x}; }
+OCTAVO_INLINE u8x32 set1u8(uint8_t x) {
+  const uint32_t w = 0x01010101u * x;
+  return bits<u8x32>(u32x8{w, w, w, w, w, w, w, w});
+}
+
+/// The first n (0..8) floats of p; the other lanes are zero. Reads nothing past p + n.
+OCTAVO_INLINE f32x8 load_partial(const float* p, size_t n) {
+  float t[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+  for (size_t i = 0; i < n; ++i) t[i] = p[i];
+  return loadf(t);
+}
+/// Writes the first n (0..8) lanes.
+OCTAVO_INLINE void store_partial(float* p, f32x8 v, size_t n) {
+  float t[8];
+  store(t, v);
+  for (size_t i = 0; i < n; ++i) p[i] = t[i];
+}
+
+// ---- float ----
+
+/// a * b + c: one rounding with FMA hardware, two in the portable build.
+OCTAVO_INLINE f32x8 fma(f32x8 a, f32x8 b, f32x8 c) {
+#if OCTAVO_AVX2
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+/// c - a * b, rounded as fma.
+OCTAVO_INLINE f32x8 fnma(f32x8 a, f32x8 b, f32x8 c) {
+#if OCTAVO_AVX2
+  return _mm256_fnmadd_ps(a, b, c);
+#else
+  return c - a * b;
+#endif
+}
+
+/// Lane-wise mask ? a : b, for masks of 0 or -1.
+OCTAVO_INLINE f32x8 select(i32x8 mask, f32x8 a, f32x8 b) {
+#if OCTAVO_AVX2
+  return _mm256_blendv_ps(b, a, bits<f32x8>(mask));
+#else
+  return bits<f32x8>((bits<i32x8>(a) & mask) | (bits<i32x8>(b) & ~mask));
+#endif
+}
+
+/// a < b ? a : b; a NaN in either gives b. So min(limit, x) keeps a NaN in x.
+OCTAVO_INLINE f32x8 min(f32x8 a, f32x8 b) {
+#if OCTAVO_AVX2
+  return _mm256_min_ps(a, b);
+#else
+  return select(a < b, a, b);
+#endif
+}
+/// a > b ? a : b; a NaN in either gives b.
+OCTAVO_INLINE f32x8 max(f32x8 a, f32x8 b) {
+#if OCTAVO_AVX2
+  return _mm256_max_ps(a, b);
+#else
+  return select(a > b, a, b);
+#endif
+}
+OCTAVO_INLINE f32x8 abs(f32x8 a) { return bits<f32x8>(bits<i32x8>(a) & set1i(0x7fffffff)); }
+
+OCTAVO_INLINE i32x8 max(i32x8 a, i32x8 b) {
+#if OCTAVO_AVX2
+  return bits<i32x8>(_mm256_max_epi32(bits<__m256i>(a), bits<__m256i>(b)));
+#else
+  const i32x8 m = a > b;
+  return (a & m) | (b & ~m);
+#endif
+}
+
+OCTAVO_INLINE f32x8 to_f32(i32x8 a) { return __builtin_convertvector(a, f32x8); }
+/// Nearest integer, ties to even, for |a| < 2^22. Other values give an unspecified integer.
+OCTAVO_INLINE i32x8 round_to_int(f32x8 a) {
+  const f32x8 magic = set1(12582912.0f);  // 1.5 * 2^23: the sum's low mantissa bits are the integer
+  return bits<i32x8>(a + magic) - bits<i32x8>(magic);
+}
+
+/// Sum of the lanes in a fixed order: ((0+4)+(2+6)) + ((1+5)+(3+7)).
+OCTAVO_INLINE float hsum(f32x8 a) {
+  return ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7]));
+}
+OCTAVO_INLINE float hmax(f32x8 a) {
+  float m = a[0];
+  for (int i = 1; i < 8; ++i) m = m < a[i] ? a[i] : m;
+  return m;
+}
+OCTAVO_INLINE int32_t hsum(i32x8 a) { return a[0] + a[1] + a[2] + a[3] + a[4] + a[5] + a[6] + a[7]; }
+OCTAVO_INLINE int32_t hmax(i32x8 a) {
+  int32_t m = a[0];
+  for (int i = 1; i < 8; ++i) m = m < a[i] ? a[i] : m;
+  return m;
+}
+
+// ---- half precision ----
+
+/// f16 bits in the low half of each lane -> f32, exact; subnormals, infinities and NaN included.
+OCTAVO_INLINE f32x8 f16_lanes_to_f32(i32x8 h) {
+  const i32x8 magnitude = (h & set1i(0x7fff)) << 13;
+  const i32x8 sign = (h & set1i(0x8000)) << 16;
+  // Scaling by 2^112 moves the exponent bias from 15 to 127 and normalizes subnormals.
+  const f32x8 finite = bits<f32x8>(magnitude) * bits<f32x8>(set1i((254 - 15) << 23));
+  const i32x8 special = (h & set1i(0x7c00)) == set1i(0x7c00);
+  const i32x8 value = (bits<i32x8>(finite) & ~special) | ((magnitude | set1i(0x7f800000)) & special);
+  return bits<f32x8>(value | sign);
+}
+
+/// Eight unsigned 16-bit values -> i32 lanes.
+OCTAVO_INLINE i32x8 load_u16(const void* p) {
+#if OCTAVO_AVX2
+  return bits<i32x8>(_mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))));
+#else
+  uint16_t t[8];
+  memcpy(t, p, sizeof t);
+  return i32x8{t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7]};
+#endif
+}
+/// Eight f16 values -> f32 lanes.
+OCTAVO_INLINE f32x8 load_f16(const void* p) {
+#if OCTAVO_AVX2
+  return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+#else
+  return f16_lanes_to_f32(load_u16(p));
+#endif
+}
+/// Eight bf16 values -> f32 lanes.
+OCTAVO_INLINE f32x8 load_bf16(const void* p) { return bits<f32x8>(load_u16(p) << 16); }
+/// Eight unsigned bytes -> i32 lanes.
+OCTAVO_INLINE i32x8 load_u8(const void* p) {
+#if OCTAVO_AVX2
+  return bits<i32x8>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p))));
+#else
+  uint8_t t[8];
+  memcpy(t, p, sizeof t);
+  return i32x8{t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7]};
+#endif
+}
+/// Eight signed bytes -> i32 lanes.
+OCTAVO_INLINE i32x8 load_i8(const void* p) {
+#if OCTAVO_AVX2
+  return bits<i32x8>(_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p))));
+#else
+  int8_t t[8];
+  memcpy(t, p, sizeof t);
+  return i32x8{t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7]};
+#endif
+}
+
+/// f32 lanes -> eight f16 values, rounded to nearest even; too large gives infinity.
+OCTAVO_INLINE void store_f16(void* p, f32x8 v) {
+#if OCTAVO_AVX2
+  _mm_storeu_si128(static_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+#else
+  uint16_t out[8];
+  for (int i = 0; i < 8; ++i) {
+    const float f = v[i];
+    uint32_t u;
+    __builtin_memcpy(&u, &f, 4);
+    const uint32_t sign = (u >> 16) & 0x8000u;
+    u &= 0x7fffffffu;
+    uint32_t h;
+    if (u > 0x7f800000u) {
+      h = 0x7e00u | ((u >> 13) & 0x3ffu);  // NaN, quiet, payload kept
+    } else if (u >= 0x477ff000u) {
+      h = 0x7c00u;  // rounds to 65520 or more
+    } else if (u < 0x38800000u) {
+      float shifted;  // subnormal: adding 0.5 leaves the value in the low mantissa bits, rounded to nearest even
+      __builtin_memcpy(&shifted, &u, 4);
+      shifted += 0.5f;
+      __builtin_memcpy(&u, &shifted, 4);
+      h = u - 0x3f000000u;
+    } else {
+      h = (u + 0xfffu + ((u >> 13) & 1u) - 0x38000000u) >> 13;
+    }
+    out[i] = static_cast<uint16_t>(h | sign);
+  }
+  memcpy(p, out, sizeof out);
+#endif
+}
+
+// ---- 8-bit integer products ----
+
+/// Four consecutive bytes, repeated in every 32-bit lane.
+OCTAVO_INLINE i8x32 broadcast_quad(const int8_t* p) {
+  int32_t w;
+  __builtin_memcpy(&w, p, 4);
+  return bits<i8x32>(set1i(w));
+}
+
+/// 16-bit lane i = u[2i] * s[2i] + u[2i+1] * s[2i+1]. The caller ensures that it fits 16 bits.
+OCTAVO_INLINE i16x16 mul_pairs(u8x32 u, i8x32 s) {
+#if OCTAVO_AVX2
+  return bits<i16x16>(_mm256_maddubs_epi16(bits<__m256i>(u), bits<__m256i>(s)));
+#else
+  const i16x16 u16 = bits<i16x16>(u), s16 = bits<i16x16>(s);
+  const i16x16 even = (u16 & 0xff) * ((s16 << 8) >> 8);
+  const i16x16 odd = ((u16 >> 8) & 0xff) * (s16 >> 8);
+  return even + odd;
+#endif
+}
+
+/// 32-bit lane i = a[2i] + a[2i+1].
+OCTAVO_INLINE i32x8 add_pairs(i16x16 a) {
+#if OCTAVO_AVX2
+  return bits<i32x8>(_mm256_madd_epi16(bits<__m256i>(a), _mm256_set1_epi16(1)));
+#else
+  const i32x8 w = bits<i32x8>(a);
+  return ((w << 16) >> 16) + (w >> 16);
+#endif
+}
+
+/// acc + the sums of four products u * s per 32-bit lane. Exact while each pair's sum fits 16 bits.
+OCTAVO_INLINE i32x8 dot_quads(i32x8 acc, u8x32 u, i8x32 s) {
+#if OCTAVO_VNNI
+  return bits<i32x8>(_mm256_dpbusd_epi32(bits<__m256i>(acc), bits<__m256i>(u), bits<__m256i>(s)));
+#else
+  return acc + add_pairs(mul_pairs(u, s));
+#endif
+}
+
+/// acc + the sums of four products a * b per 32-bit lane, for any a and for b in -127..127. Exact.
+OCTAVO_INLINE i32x8 dot_quads_signed(i32x8 acc, i8x32 a, i8x32 b) {
+#if OCTAVO_AVX2
+  const __m256i va = bits<__m256i>(a);
+  return dot_quads(acc, bits<u8x32>(_mm256_abs_epi8(va)), bits<i8x32>(_mm256_sign_epi8(bits<__m256i>(b), va)));
+#else
+  const i16x16 a16 = bits<i16x16>(a), b16 = bits<i16x16>(b);
+  const i16x16 even = ((a16 << 8) >> 8) * ((b16 << 8) >> 8);
+  const i16x16 odd = (a16 >> 8) * (b16 >> 8);
+  return acc + add_pairs(even) + add_pairs(odd);
+#endif
+}
+
+}  // namespace octavo::OCTAVO_ISA
