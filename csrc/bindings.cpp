@@ -102,4 +102,5 @@ NB_MODULE(_cpu, m) {
         "Whether Context(isa=...) would succeed.");
 
   bind_math(m);
+  bind_codecs(m);
 }

@@ -8,6 +8,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "codecs.hpp"
+
 namespace octavo {
 
 /// Part of the numeric fingerprint: raise it whenever any kernel's results may change in any bit.
@@ -23,6 +25,7 @@ struct MathKernels {
 struct KernelTable {
   const char* isa;
   MathKernels math;
+  CodecKernels codecs;
 };
 
 /// The table for "portable", "avx2" or "avx512", or the best for "auto". Throws std::invalid_argument when the name is

@@ -6,6 +6,7 @@
 namespace octavo::OCTAVO_ISA {
 
 MathKernels math_kernels();
+CodecKernels codec_kernels();
 
 const KernelTable& kernel_table();
 
