@@ -103,4 +103,5 @@ NB_MODULE(_cpu, m) {
 
   bind_math(m);
   bind_codecs(m);
+  bind_attention(m);
 }

@@ -8,6 +8,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "attention_types.hpp"
 #include "codecs.hpp"
 
 namespace octavo {
@@ -26,6 +27,7 @@ struct KernelTable {
   const char* isa;
   MathKernels math;
   CodecKernels codecs;
+  AttentionKernels attention;
 };
 
 /// The table for "portable", "avx2" or "avx512", or the best for "auto". Throws std::invalid_argument when the name is

@@ -11,6 +11,7 @@ const KernelTable& kernel_table() {
       .isa = OCTAVO_TEXT(OCTAVO_ISA),
       .math = math_kernels(),
       .codecs = codec_kernels(),
+      .attention = attention_kernels(),
   };
   return table;
 }

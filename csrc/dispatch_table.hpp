@@ -7,6 +7,7 @@ namespace octavo::OCTAVO_ISA {
 
 MathKernels math_kernels();
 CodecKernels codec_kernels();
+AttentionKernels attention_kernels();
 
 const KernelTable& kernel_table();
 
