@@ -104,4 +104,5 @@ NB_MODULE(_cpu, m) {
   bind_math(m);
   bind_codecs(m);
   bind_attention(m);
+  bind_linear(m);
 }

@@ -10,6 +10,7 @@
 
 #include "attention_types.hpp"
 #include "codecs.hpp"
+#include "linear_types.hpp"
 
 namespace octavo {
 
@@ -21,6 +22,8 @@ struct MathKernels {
   void (*silu)(const float* x, size_t n, float* out);
   void (*rms_norm)(const float* x, const float* weight, float eps, size_t n, float* out);
   void (*rope)(const float* x, const float* cosine, const float* sine, size_t half, float* out);
+  /// Logarithm of the softmax of n values. Max and sum run in a fixed order of lanes.
+  void (*log_softmax)(const float* x, size_t n, float* out);
 };
 
 struct KernelTable {
@@ -28,6 +31,7 @@ struct KernelTable {
   MathKernels math;
   CodecKernels codecs;
   AttentionKernels attention;
+  LinearKernels linear;
 };
 
 /// The table for "portable", "avx2" or "avx512", or the best for "auto". Throws std::invalid_argument when the name is

@@ -12,6 +12,7 @@ const KernelTable& kernel_table() {
       .math = math_kernels(),
       .codecs = codec_kernels(),
       .attention = attention_kernels(),
+      .linear = linear_kernels(),
   };
   return table;
 }

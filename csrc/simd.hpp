@@ -255,7 +255,26 @@ OCTAVO_INLINE void store_f16(void* p, f32x8 v) {
 #endif
 }
 
-// ---- 8-bit integer products ----
+// ---- 8-bit integers ----
+
+/// 32 values in -128..127 as bytes, in order.
+OCTAVO_INLINE i8x32 pack_i8(i32x8 a, i32x8 b, i32x8 c, i32x8 d) {
+#if OCTAVO_AVX2
+  const __m256i ab = _mm256_packs_epi32(bits<__m256i>(a), bits<__m256i>(b));
+  const __m256i cd = _mm256_packs_epi32(bits<__m256i>(c), bits<__m256i>(d));
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // packs work within 128-bit halves
+  return bits<i8x32>(_mm256_permutevar8x32_epi32(_mm256_packs_epi16(ab, cd), order));
+#else
+  int8_t t[32];
+  for (int i = 0; i < 8; ++i) {
+    t[i] = static_cast<int8_t>(a[i]);
+    t[8 + i] = static_cast<int8_t>(b[i]);
+    t[16 + i] = static_cast<int8_t>(c[i]);
+    t[24 + i] = static_cast<int8_t>(d[i]);
+  }
+  return load<i8x32>(t);
+#endif
+}
 
 /// Four consecutive bytes, repeated in every 32-bit lane.
 OCTAVO_INLINE i8x32 broadcast_quad(const int8_t* p) {
