@@ -1,14 +1,12 @@
 // Python bindings of the page codecs and of the attention block.
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <memory>
-#include <optional>
 #include <tuple>
 
-#include "attention.hpp"
-#include "bindings.hpp"
+#include "attention_block.hpp"
+#include "bindings_stored.hpp"
 #include "codecs_plane.hpp"
 
 namespace octavo {
@@ -110,6 +108,37 @@ void bind_attention(nb::module_& m) {
           "Arrays as in octavo.ops.base.Batch; cosine and sine float32 [positions, rotary dimension / 2]. Raises "
           "ValueError where they contradict each other or reach outside memory.")
       .def_prop_ro("n_rows", [](const StepHolder& self) { return self.step->n_rows(); });
+
+  nb::class_<AttentionBlock>(m, "AttentionBlock", "One layer's attention, from norm to residual add.")
+      .def(
+          "__init__",
+          [](AttentionBlock* self, Context& context, const CacheLayout& cache, size_t layer, float eps,
+             float softmax_scale, Array norm, const Stored& q, const Stored& k, const Stored& v, const Stored& o,
+             std::optional<Array> bias, std::optional<Array> q_norm, std::optional<Array> k_norm) {
+            const auto vector = [](const std::optional<Array>& a, const char* name) {
+              return a ? vector_in(*a, name) : std::span<const float>{};
+            };
+            const std::span<const float> n = vector_in(norm, "norm"), b = vector(bias, "bias");
+            const std::span<const float> qn = vector(q_norm, "q_norm"), kn = vector(k_norm, "k_norm");
+            run_locked(context, [&] {
+              new (self) AttentionBlock(context, cache, layer, eps, softmax_scale, n, q.view, k.view, v.view, o.view, b,
+                                        qn, kn);
+            });
+          },
+          nb::arg("context"), nb::arg("cache"), nb::arg("layer"), nb::arg("eps"), nb::arg("softmax_scale"),
+          nb::arg("norm"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("o"), nb::arg("bias").none() = nb::none(),
+          nb::arg("q_norm").none() = nb::none(), nb::arg("k_norm").none() = nb::none(), nb::keep_alive<1, 3>(),
+          "bias: of q, k and v in a row. q_norm, k_norm: RMSNorm weights of each head, float32 [head_dim].")
+      .def_prop_ro("packed_bytes", &AttentionBlock::packed_bytes)
+      .def(
+          "run",
+          [](const AttentionBlock& self, Context& context, const StepHolder& holder, ArrayRw hidden) {
+            float* h = out<float>(hidden, "hidden", {static_cast<int64_t>(holder.step->n_rows()),
+                                                     static_cast<int64_t>(self.cols())});
+            run_locked(context, [&] { self.run(context, *holder.step, h); });
+          },
+          nb::arg("context"), nb::arg("step"), nb::arg("hidden"),
+          "hidden, float32 [n, d_model], += the block's output. Raises CodecRangeError where a page cannot be sealed.");
 
   m.def(
       "attend",

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import octavo.ops._cpu as _cpu
 from numpy.typing import NDArray
 
 from octavo.cache.format import PageFormat, build_format, open_format
 from octavo.cache.spec import CacheSpec, FullGroup
-from octavo.ops import _cpu
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]

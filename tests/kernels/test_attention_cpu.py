@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import octavo.ops._cpu as _cpu
 import pytest
 
 from octavo.codecs.base import Role
 from octavo.errors import CodecRangeError
 from octavo.models.rope import rope_tables
 from octavo.models.spec import RopeSpec
-from octavo.ops import _cpu
 
 from .paged_world import F32, SPLIT_PAGES, Seq, Shape, World, reference
 

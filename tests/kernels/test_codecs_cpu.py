@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import octavo.ops._cpu as _cpu
 import pytest
 
 from octavo.codecs.base import F32, U8, Codec, Plane, Role
 from octavo.codecs.registry import codec_names, get_codec
 from octavo.codecs.rotation import hadamard
 from octavo.errors import CodecRangeError
-from octavo.ops import _cpu
 
 ISAS = [isa for isa in ("portable", "avx2", "avx512") if _cpu.have_isa(isa)]
 codecs = pytest.mark.parametrize("codec", [get_codec(n) for n in codec_names()], ids=codec_names())
