@@ -29,9 +29,15 @@ def hash_file(path: Path) -> str:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise LoadError(f"{path}: cannot be read: {error.strerror or error}") from error
-    with contextlib.suppress(OSError):
-        write_atomically(sidecar, f"{digest} {stat.st_size} {stat.st_mtime_ns}\n")
+    remember_hash(path, digest)
     return digest
+
+
+def remember_hash(path: Path, digest: str) -> None:
+    """Write the sidecar, where the folder lets us."""
+    with contextlib.suppress(OSError):
+        stat = path.stat()
+        write_atomically(sidecar_of(path), f"{digest} {stat.st_size} {stat.st_mtime_ns}\n")
 
 
 def sidecar_of(path: Path) -> Path:
@@ -42,6 +48,7 @@ def write_atomically(path: Path, text: str) -> None:
     """Readers see the old content or the new one, also after a crash. Raises OSError."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
+        os.fchmod(handle, 0o644)
         with os.fdopen(handle, "w", encoding="ascii") as file:
             file.write(text)
         os.replace(name, path)
