@@ -125,7 +125,7 @@ class FastTokenizer:
             )
         prepared = prepare_messages(messages)
         for i, message in enumerate(prepared):
-            self._guard.check_role(message["role"], f"messages[{i}]")
+            self._guard.check_role(message["role"], f"messages[{i}].role")
         try:
             marker = self._guard.marker_for([prepared, tools or (), template.source])
             guarded = self._guard.guard(prepared, marker)
