@@ -302,6 +302,26 @@ def test_rotation_flag_of_keys() -> None:
     assert np.array_equal(codec.encode(hadamard(x), plain), codec.encode(x, rotated))
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "byte", "low", "high"),
+    [(40, 18, 34, 38), (56, 27, 51, 55), (80, 33, 65, 73), (80, 15, 15, 31), (96, 40, 72, 88)],
+)
+def test_packing_of_int4_values_in_shorter_runs(head_dim: int, byte: int, low: int, high: int) -> None:
+    """Written out for head_dim 40 = 32 + 8, 56 = 32 + 16 + 8, 80 = 32 + 32 + 16."""
+    plane = Plane(Role.VALUE, 16, 1, head_dim)
+    x = np.zeros((16, 1, head_dim), np.float32)
+    x[3, 0, low], x[3, 0, high] = 5.0, 15.0
+    rest = [c for c in range(head_dim) if c not in (low, high)]
+    x[3, 0, rest[0]] = x[3, 0, rest[-1]] = 15.0
+    data = get_codec("int4").encode(hadamard(x), plane)
+    assert data[3 * head_dim // 2 + byte] in (5 | 15 << 4, 5 | 14 << 4)
+
+
+def test_int4_refuses_odd_head_dims() -> None:
+    with pytest.raises(ConfigError, match="multiple of 8, got 60"):
+        get_codec("int4").bytes_per_page(Plane(Role.VALUE, 32, 1, 60))
+
+
 def test_unknown_codec_lists_the_known() -> None:
     with pytest.raises(ConfigError, match="f32, f16, bf16, int8, int4"):
         get_codec("int5")

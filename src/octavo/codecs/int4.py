@@ -23,13 +23,15 @@ Byte layout, T = ceil(page_size / GROUP), G = ceil(head_dim / GROUP):
              scales   float16  [n_heads, page_size, G]
              minima   float16  [n_heads, page_size, G]
 
-Codes are packed in runs of RUN = 32 along the last axis (the last run is shorter where the axis is no
-multiple of 32): byte j of a run of r codes holds code j in its low four bits and code j + r / 2 in its high
-four, so that one mask and one shift give two vectors of consecutive codes. head_dim must be even. The codes
+Codes are packed in runs along the last axis: runs of 32, then one of 16 and one of 8 where they are needed to
+fill it. Byte j of a run of r codes holds code j in its low four bits and code j + r / 2 in its high four, so
+that one mask and one shift give two vectors of consecutive codes. head_dim must be a multiple of 8. The codes
 of all heads come first, then all scales, then all minima.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -48,11 +50,12 @@ from octavo.codecs.layout import (
     to_stored,
 )
 from octavo.codecs.rotation import hadamard
+from octavo.errors import ConfigError
 
 #: Tokens that share a key channel's scale, channels that share a token's scale.
 GROUP = 64
-#: Codes that are packed together.
-RUN = 32
+#: How many codes are packed together, longest first.
+RUNS = (32, 16, 8)
 
 
 class Int4Codec:
@@ -60,6 +63,8 @@ class Int4Codec:
     kernel_id = 4
 
     def bytes_per_page(self, plane: Plane) -> int:
+        if plane.head_dim % RUNS[-1]:
+            raise ConfigError(f"int4 needs a head_dim that is a multiple of {RUNS[-1]}, got {plane.head_dim}")
         return plane.n_values // 2 + 4 * _n_scales(plane)
 
     def rotates(self, plane: Plane) -> bool:
@@ -125,21 +130,31 @@ def _spread(per_group: F32, length: int) -> F32:
     return np.repeat(per_group, GROUP, axis=2)[:, :, :length]
 
 
+def _runs(n: int) -> Iterator[slice]:
+    """The runs that cover an axis of n codes."""
+    start = 0
+    for run in RUNS:
+        while n - start >= run:
+            yield slice(start, start + run)
+            start += run
+
+
 def _pack(codes: U8) -> U8:
     """uint8 codes [..., n] -> bytes [..., n / 2]."""
-    n = codes.shape[-1]
-    runs = []
-    for start in range(0, n, RUN):
-        run = codes[..., start : start + RUN]
-        half = run.shape[-1] // 2
-        runs.append(run[..., :half] | (run[..., half:] << np.uint8(4)))
-    return np.concatenate(runs, axis=-1)
+    packed = np.empty((*codes.shape[:-1], codes.shape[-1] // 2), np.uint8)
+    for run in _runs(codes.shape[-1]):
+        half = (run.stop - run.start) // 2
+        middle = run.start + half
+        packed[..., run.start // 2 : run.stop // 2] = codes[..., run.start : middle] | (
+            codes[..., middle : run.stop] << np.uint8(4)
+        )
+    return packed
 
 
 def _unpack(packed: U8) -> U8:
     """The inverse of `_pack`."""
-    runs = []
-    for start in range(0, packed.shape[-1], RUN // 2):
-        run = packed[..., start : start + RUN // 2]
-        runs += [run & np.uint8(15), run >> np.uint8(4)]
-    return np.concatenate(runs, axis=-1)
+    codes = np.empty((*packed.shape[:-1], packed.shape[-1] * 2), np.uint8)
+    for run in _runs(codes.shape[-1]):
+        both = packed[..., run.start // 2 : run.stop // 2]
+        codes[..., run] = np.concatenate((both & np.uint8(15), both >> np.uint8(4)), axis=-1)
+    return codes

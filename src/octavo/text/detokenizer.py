@@ -31,6 +31,6 @@ class IncrementalDetokenizer:
         return self._decode(data)
 
     def finish(self) -> str:
-        """The rest, which is always "": an unfinished character is dropped. Starts afresh for the next push."""
+        """The rest, always "": an unfinished character is dropped. The next push starts afresh."""
         self._decode = _Utf8Decoder(errors="replace").decode
         return ""

@@ -7,7 +7,7 @@ is a choice per call (the library's switch is a setting of the whole tokenizer, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tokenizers import Tokenizer as PlainTokenizer
@@ -27,6 +27,7 @@ class TokenizerParts:
             "<tool_call>", are among its added tokens; control tokens are not.
         inner: the same for text after a control token, where that differs (SentencePiece's leading space).
         prefix, suffix: ids that `encode(add_special=True)` puts around a text.
+        renumbered: ids of `plain` and `inner` that differ from the model's, which they map to.
         template: the chat template, and `tool_template` one that replaces it when tools are given.
         strip_space: whether the first token's leading space is an artefact that `decode` removes.
     """
@@ -39,6 +40,7 @@ class TokenizerParts:
     bos_token_id: int | None
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
+    renumbered: Mapping[int, int] = field(default_factory=dict)
     strip_space: bool = False
     template: ChatTemplate | None = None
     tool_template: ChatTemplate | None = None
@@ -71,7 +73,8 @@ class FastTokenizer:
             else:
                 ids += _encode_plain(plain, part)
             plain = self._parts.inner
-        return ids
+        renumbered = self._parts.renumbered
+        return [renumbered.get(i, i) for i in ids] if renumbered else ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Bytes that are not UTF-8 become U+FFFD. Raises RequestError for an id outside the vocabulary."""
@@ -106,7 +109,9 @@ class FastTokenizer:
     ) -> str:
         """The prompt's text, for people to read: which control tokens in it are real, only the ids say."""
         parts, marker = self._render(messages, tools, add_generation_prompt)
-        return "".join(part.text if isinstance(part, SpecialToken) else part for part in parts).replace(marker, "")
+        return "".join(part.text if isinstance(part, SpecialToken) else part for part in parts).replace(
+            marker, ""
+        )
 
     def _render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, generate: bool

@@ -6,6 +6,11 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+#: Control tokens that end a turn or a text, whatever key of a file names them: all families write them alike.
+TURN_ENDS = frozenset(
+    ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>")
+)
+
 
 @dataclass(frozen=True, slots=True)
 class SpecialToken:
