@@ -99,6 +99,7 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, OverloadedError):
         return unavailable(str(error), retry_after_s=error.retry_after_s, code="overloaded")
     if isinstance(error, OctavoError):
+        log_unexpected(error)
         return ApiError(500, str(error), code="internal_error")
     if isinstance(error, HTTPException):
         code = _CODES.get(error.status_code, "http_error")
