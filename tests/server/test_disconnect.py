@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from octavo.engine.client import EngineClient
+
 from .running import RunningServer
 from .scripted import Script, ScriptedEngine
 
@@ -158,3 +160,35 @@ def test_draining_refuses_new_requests(server: RunningServer, scripted: Scripted
         assert response.json()["error"]["code"] == "shutting_down"
         assert int(response.headers["retry-after"]) > 0
         assert client.get("/health").status_code == 503
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_disconnect_frees_the_pages_of_a_real_engine(
+    any_server: RunningServer, any_engine: EngineClient, stream: bool
+) -> None:
+    body = {"model": "model", "prompt": f"{stream} " + "a long prompt " * 10, "max_tokens": 700, "ignore_eos": True}
+    before = any_engine.stats()
+    with connect(any_server) as connection:
+        post(connection, "/v1/completions", {**body, "stream": stream})
+        if stream:
+            while b"data: " not in connection.recv(65536):
+                pass
+        else:
+            while any_engine.stats().generation_tokens == before.generation_tokens:
+                time.sleep(0.005)
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        stats = any_engine.stats()
+        if (
+            stats.requests_running
+            == stats.requests_waiting
+            == stats.open_pages_active
+            == stats.sealed_pages_active
+            == 0
+        ):
+            break
+        time.sleep(0.02)
+    else:
+        pytest.fail(f"something is still held: {stats}")
+    if any_engine.info.backend != "scripted":  # whose answers are too short to be interrupted
+        assert stats.generation_tokens - before.generation_tokens < 700
