@@ -36,9 +36,7 @@ def server(smollm2: Path) -> Iterator[RunningServer]:
 
 
 @pytest.mark.parametrize(("name", "source"), examples(), ids=[name for name, _ in examples()])
-def test_example(
-    name: str, source: str, server: RunningServer, smollm2: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_example(name: str, source: str, server: RunningServer, smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The catalog finds its models where the fixture found this one.
     monkeypatch.setenv("OCTAVO_MODELS", str(smollm2.parent))
     # The documented address is the default one; the test's server has a port of its own.

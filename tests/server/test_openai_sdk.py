@@ -115,3 +115,31 @@ def test_async_sdk(any_server: RunningServer) -> None:
 
     whole, streamed = asyncio.run(_async_round(any_server.url))
     assert whole == streamed
+
+
+def test_many_at_once(any_server: RunningServer) -> None:
+    """Forty clients, streaming and not, with prompts of their own: each gets its own answer, and nothing is left."""
+    import asyncio
+
+    async def ask(sdk: AsyncOpenAI, number: int) -> tuple[str, str]:
+        options = {
+            "model": "model",
+            "prompt": f"{number} is a number. ",
+            "max_tokens": 6,
+            "temperature": 0,
+            "echo": True,
+        }
+        whole = await sdk.completions.create(**options)
+        text = ""
+        async for chunk in await sdk.completions.create(**options, stream=True):
+            text += chunk.choices[0].text
+        return whole.choices[0].text, text
+
+    async def all_of_them() -> list[tuple[str, str]]:
+        async with AsyncOpenAI(base_url=any_server.url + "/v1", api_key="none", max_retries=0, timeout=60) as sdk:
+            return await asyncio.gather(*(ask(sdk, number) for number in range(40)))
+
+    for number, (whole, streamed) in enumerate(asyncio.run(all_of_them())):
+        assert whole.startswith(f"{number} is a number. ")
+        assert whole == streamed
+    assert len(any_server.server._generations) == 0

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from starlette.exceptions import HTTPException
 
 from octavo._version import __version__
 from octavo.api import openai_chat, openai_completions, openai_models, operations, tokenization
@@ -46,7 +47,7 @@ def create_app(engine: EngineClient, settings: ServerSettings) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        exception_handlers={Exception: handle_exception},
+        exception_handlers={HTTPException: handle_exception},
     )
     app.state.context = ServerContext(
         engine=engine,

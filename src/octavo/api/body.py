@@ -15,11 +15,17 @@ from octavo.api.schemas.common import RequestModel
 
 Model = TypeVar("Model", bound=RequestModel)
 
+#: Larger bodies are parsed on another thread, so that streams do not stall meanwhile.
+_PARSED_AT_ONCE = 1 << 16
+
 
 async def read_body(request: Request, model: type[Model], *, max_bytes: int, timeout_s: float) -> Model:
     """Read, parse and validate. Raises ApiError (400, 408, 413, 415) and ClientGone."""
     _check_headers(request, max_bytes)
-    return parse_body(await _read(request, max_bytes, timeout_s), model)
+    data = await _read(request, max_bytes, timeout_s)
+    if len(data) <= _PARSED_AT_ONCE:
+        return parse_body(data, model)
+    return await asyncio.to_thread(parse_body, data, model)
 
 
 def parse_body(data: bytes, model: type[Model]) -> Model:

@@ -19,6 +19,10 @@ log = logging.getLogger("octavo.api")
 _CODES = {401: "invalid_api_key", 403: "forbidden", 404: "not_found", 405: "method_not_allowed"}
 
 
+#: How many frames of a traceback are logged, innermost first.
+_LOGGED_FRAMES = 8
+
+
 class ErrorObject(TypedDict):
     message: str
     type: str
@@ -95,6 +99,7 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, OverloadedError):
         return unavailable(str(error), retry_after_s=error.retry_after_s, code="overloaded")
     if isinstance(error, OctavoError):
+        log_unexpected(error)
         return ApiError(500, str(error), code="internal_error")
     if isinstance(error, HTTPException):
         code = _CODES.get(error.status_code, "http_error")
@@ -105,7 +110,7 @@ def to_api_error(error: Exception) -> ApiError:
 
 def log_unexpected(error: BaseException) -> None:
     """Log where an exception came from but not what it says: its message may quote a prompt."""
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = traceback.extract_tb(error.__traceback__)[-_LOGGED_FRAMES:]
     where = " < ".join(f"{frame.filename}:{frame.lineno} {frame.name}" for frame in reversed(frames))
     log.error("unexpected %s at %s", type(error).__name__, where or "an unknown place")
 
@@ -128,7 +133,7 @@ def error_response(error: ApiError) -> JsonResponse:
 
 
 async def handle_exception(request: Request, error: Exception) -> Response:
-    """FastAPI exception handler for everything that a route raises."""
+    """The answer to whatever a route, the framework or a layer around them raises."""
     if isinstance(error, ClientGone):
         return Response(status_code=499)
     if isinstance(error, HTTPException) and error.status_code == 404:

@@ -123,9 +123,10 @@ class Generation:
             yield event
 
     def fail(self, error: Exception) -> None:
-        """End the stream with `error`, once what has already arrived is read."""
+        """Stop, and end the stream with `error` once what has already arrived is read."""
         for request_id in self._timers:
             self._append(Failed(request_id, error), time.monotonic())
+            self._engine.cancel(request_id)
 
     def __enter__(self) -> Generation:
         return self

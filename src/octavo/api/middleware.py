@@ -7,10 +7,11 @@ import time
 import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.api.auth import check_key, check_origin, needs_key
-from octavo.api.errors import error_response, to_api_error
+from octavo.api.errors import handle_exception
 from octavo.api.settings import ServerSettings
 
 access_log = logging.getLogger("octavo.access")
@@ -46,9 +47,9 @@ class EdgeMiddleware:
             self._check(scope)
             await self._app(scope, receive, send_with_id)
         except Exception as error:  # noqa: BLE001 - nothing above this layer answers in the API's shape
-            api_error = to_api_error(error)
+            response = await handle_exception(Request(scope), error)
             if status == 0:
-                await error_response(api_error)(scope, receive, send_with_id)
+                await response(scope, receive, send_with_id)
         finally:
             milliseconds = (time.monotonic() - began) * 1e3
             path = _loggable(scope.get("raw_path") or scope["path"].encode())

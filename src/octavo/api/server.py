@@ -87,11 +87,14 @@ class OctavoServer(uvicorn.Server):
         self._feed = context.feed
         self._drain_s = settings.drain_s
         self._ready = ready
+        # Its lines hold query strings; the application writes its own.
+        logging.getLogger("uvicorn.access").disabled = True
         super().__init__(
             uvicorn.Config(
                 app,
                 log_config=None,
-                access_log=False,  # its lines hold query strings; the application writes its own
+                log_level="warning",
+                access_log=False,
                 server_header=False,
                 timeout_graceful_shutdown=int(settings.drain_s + _CLOSE_S),
                 lifespan="on",

@@ -73,8 +73,15 @@ class CacheFeed:
         self._version = 0
         self._changed = asyncio.Event()
         self._looking: asyncio.Task[None] | None = None
+        self._taking: asyncio.Task[CacheSnapshot] | None = None
         self._error: Exception | None = None
         self._closed = False
+
+    async def snapshot(self) -> CacheSnapshot:
+        """The cache now. Whoever asks at the same time shares one look, since each may wait for the engine's step."""
+        if self._taking is None or self._taking.done():
+            self._taking = asyncio.create_task(asyncio.to_thread(take_snapshot, self._engine, self._model))
+        return await asyncio.shield(self._taking)
 
     def enter(self) -> None:
         """Raises ApiError (503) when too many watch already. Must be paired with `leave`."""
@@ -117,7 +124,7 @@ class CacheFeed:
     async def _look(self) -> None:
         try:
             while self._watchers and not self._closed:
-                snapshot = encode_json(await asyncio.to_thread(take_snapshot, self._engine, self._model))
+                snapshot = encode_json(await self.snapshot())
                 if snapshot != self._latest:
                     self._latest = snapshot
                     self._publish()

@@ -5,7 +5,6 @@ The files are static, hold no secret and need no key; the page asks for one. The
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from dataclasses import dataclass
 from importlib.resources import files
@@ -16,7 +15,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.api.context import context_of
-from octavo.api.dashboard.feed import take_snapshot
 from octavo.api.errors import ApiError, JsonResponse, shorten
 from octavo.api.generation import while_connected
 from octavo.api.streaming import EventStreamResponse
@@ -86,9 +84,7 @@ def _serve(request: Request, name: str) -> Response:
 @router.get("/octavo/cache")
 async def cache(request: Request) -> Response:
     """The cache at this moment (CacheSnapshot)."""
-    context = context_of(request)
-    snapshot = asyncio.to_thread(take_snapshot, context.engine, context.model_names[0])
-    return JsonResponse(await while_connected(request.receive, snapshot))
+    return JsonResponse(await while_connected(request.receive, context_of(request).feed.snapshot()))
 
 
 @router.get("/octavo/cache/events")

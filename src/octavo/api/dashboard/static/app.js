@@ -70,7 +70,8 @@ const chat = new Chat({
       model,
       system: byId("system").value.trim(),
       temperature: number("temperature", 0.7),
-      maxTokens: Math.round(number("max-tokens", 512)),
+      // At least half of a short context is left to the conversation.
+      maxTokens: Math.max(1, Math.min(Math.round(number("max-tokens", 512)), Math.floor(limit / 2))),
     };
   },
   onAnswer(figures) {

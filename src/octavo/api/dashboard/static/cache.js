@@ -1,7 +1,7 @@
 // The panel beside the chat: follows /octavo/cache/events and survives a server that restarts.
 
 import { events, request } from "./sse.js";
-import { PageMap, STATES, drawCell } from "./pagemap.js";
+import { PageMap, STATES, colours, drawCell } from "./pagemap.js";
 
 const byId = (id) => document.getElementById(id);
 const RETRY_MS = [500, 1000, 2000, 4000];
@@ -56,14 +56,13 @@ export class CachePanel {
   }
 
   drawLegend() {
-    const style = getComputedStyle(document.documentElement);
+    const palette = colours();
     const ratio = window.devicePixelRatio || 1;
-    for (const { letter, name, swatch } of STATES) {
+    for (const { letter, swatch } of STATES) {
       swatch.width = swatch.height = 14 * ratio;
       const context = swatch.getContext("2d");
       context.scale(ratio, ratio);
-      const colour = style.getPropertyValue(`--page-${name}`).trim();
-      drawCell(context, letter, 1, 1, 12, colour, style.getPropertyValue("--sheet").trim());
+      drawCell(context, letter, 1, 1, 12, 12, palette[letter], palette.behind);
     }
   }
 

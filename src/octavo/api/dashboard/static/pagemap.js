@@ -1,4 +1,5 @@
-// The live map of pages: one cell a page, one group of cells a frame.
+// The live map of pages: one cell a page, one group of cells a frame. All frames in use are equally wide, so the width
+// of a cell is its page's share of memory; unused frames are drawn narrow.
 
 export const STATES = [
   { letter: "o", name: "open", help: "being written by one sequence" },
@@ -9,39 +10,41 @@ export const STATES = [
 ];
 const NAMES = Object.fromEntries(STATES.map((state) => [state.letter, state.name]));
 const FLASH_MS = 700;
+const MAX_HEIGHT = 260;
 
-function colours() {
+export function colours() {
   const style = getComputedStyle(document.documentElement);
-  return Object.fromEntries(
-    STATES.map(({ letter, name }) => [letter, style.getPropertyValue(`--page-${name}`).trim()]),
-  );
+  const named = (name) => style.getPropertyValue(name).trim();
+  const palette = Object.fromEntries(STATES.map(({ letter, name }) => [letter, named(`--page-${name}`)]));
+  return { ...palette, behind: named("--sheet") };
 }
 
 // Shapes tell the states apart without their colours.
-export function drawCell(context, letter, x, y, size, colour, behind) {
+export function drawCell(context, letter, x, y, width, height, colour, behind) {
+  const unit = Math.min(width, height);
   context.fillStyle = context.strokeStyle = colour;
-  context.lineWidth = Math.max(1, size / 8);
+  context.lineWidth = Math.max(1, unit / 8);
   const inset = context.lineWidth / 2;
   if (letter === "f") {
-    context.strokeRect(x + inset, y + inset, size - 2 * inset, size - 2 * inset);
+    context.strokeRect(x + inset, y + inset, width - 2 * inset, height - 2 * inset);
   } else if (letter === "o") {
-    context.strokeRect(x + inset, y + inset, size - 2 * inset, size - 2 * inset);
+    context.strokeRect(x + inset, y + inset, width - 2 * inset, height - 2 * inset);
     context.beginPath();
-    context.moveTo(x, y + size);
-    context.lineTo(x + size, y + size);
+    context.moveTo(x, y + height);
+    context.lineTo(x + width, y + height);
     context.lineTo(x, y);
     context.fill();
   } else if (letter === "c") {
-    context.fillRect(x, y, size, size);
+    context.fillRect(x, y, width, height);
     context.fillStyle = behind;
-    const bar = Math.max(1, Math.round(size / 6));
-    context.fillRect(x + bar, y + size / 2 - bar / 2, size - 2 * bar, bar);
+    const bar = Math.max(1, Math.round(unit / 6));
+    context.fillRect(x + bar, y + (height - bar) / 2, width - 2 * bar, bar);
   } else {
-    context.fillRect(x, y, size, size);
+    context.fillRect(x, y, width, height);
     if (letter === "s") {
       context.fillStyle = behind;
       context.beginPath();
-      context.arc(x + size / 2, y + size / 2, size / 4.5, 0, 2 * Math.PI);
+      context.arc(x + width / 2, y + height / 2, unit / 4.5, 0, 2 * Math.PI);
       context.fill();
     }
   }
@@ -54,8 +57,8 @@ export class PageMap {
     this.resting = detail.textContent;
     this.frames = []; // {kind: "S" | "O" | null, slots: "ccaf"}
     this.changedAt = new Map(); // "frame:slot" -> time
-    this.cells = []; // {x, y, frame, slot} as drawn
-    this.width = 4;
+    this.drawn = null; // the layout on the screen
+    this.width = 4; // sealed pages in a frame
     new ResizeObserver(() => this.draw()).observe(canvas.parentElement);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
     this.still = matchMedia("(prefers-reduced-motion: reduce)");
@@ -97,19 +100,29 @@ export class PageMap {
     return counts;
   }
 
+  // Where each frame lies, with the largest cells that keep the map in bounds.
   layout(width) {
-    const total = this.frames.length;
-    if (!total) return null;
-    const widest = Math.max(this.width, 1);
-    for (const size of [14, 12, 10, 8, 6, 5, 4, 3]) {
+    const sizes = [14, 12, 10, 8, 7, 6, 5, 4, 3];
+    for (const size of sizes) {
       const gap = size > 6 ? 2 : 1;
       const between = size > 6 ? 5 : 3;
-      const frameWidth = widest * (size + gap) - gap;
-      const perRow = Math.max(1, Math.floor((width + between) / (frameWidth + between)));
-      const rows = Math.ceil(total / perRow);
-      const height = rows * (size + between) - between;
-      if ((frameWidth <= width && height <= 340) || size === 3) {
-        return { size, gap, between, frameWidth, perRow, height };
+      const wide = Math.min(width, this.width * (size + gap) - gap);
+      const narrow = Math.max(3, Math.round(size / 2));
+      const boxes = [];
+      let x = 0;
+      let y = 0;
+      for (const frame of this.frames) {
+        const own = frame.kind === null ? narrow : wide;
+        if (x + own > width) {
+          x = 0;
+          y += size + between;
+        }
+        boxes.push({ x, y, width: own });
+        x += own + (frame.kind === null ? gap + 1 : between);
+      }
+      const height = y + size;
+      if ((height <= MAX_HEIGHT && this.width * (size + gap) - gap <= width) || size === sizes.at(-1)) {
+        return { size, gap, boxes, height };
       }
     }
     return null;
@@ -117,8 +130,8 @@ export class PageMap {
 
   draw() {
     const width = this.canvas.parentElement.clientWidth;
-    const layout = width ? this.layout(width) : null;
-    if (!layout) return;
+    if (!width || !this.frames.length) return;
+    const layout = this.layout(width);
     const ratio = window.devicePixelRatio || 1;
     const context = this.canvas.getContext("2d");
     if (this.canvas.width !== Math.round(width * ratio) || this.canvas.height !== Math.round(layout.height * ratio)) {
@@ -129,68 +142,64 @@ export class PageMap {
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
     context.clearRect(0, 0, width, layout.height);
     const palette = colours();
-    const behind = getComputedStyle(document.documentElement).getPropertyValue("--sheet").trim();
     const now = performance.now();
     let moving = false;
-    this.cells = [];
+    this.drawn = layout;
     this.frames.forEach((frame, index) => {
-      const left = (index % layout.perRow) * (layout.frameWidth + layout.between);
-      const top = Math.floor(index / layout.perRow) * (layout.size + layout.between);
-      this.cells.push({ x: left, y: top, width: layout.frameWidth, height: layout.size, index });
+      const box = layout.boxes[index];
       if (frame.kind === null) {
-        context.globalAlpha = 0.5;
         context.strokeStyle = palette.f;
         context.lineWidth = 1;
-        context.setLineDash([2, 3]);
-        context.strokeRect(left + 0.5, top + 0.5, layout.frameWidth - 1, layout.size - 1);
+        context.setLineDash([1, 2]);
+        context.strokeRect(box.x + 0.5, box.y + 0.5, box.width - 1, layout.size - 1);
         context.setLineDash([]);
-        context.globalAlpha = 1;
         return;
       }
-      const n = frame.slots.length;
-      const step = (layout.frameWidth + layout.gap) / n;
-      for (let slot = 0; slot < n; slot++) {
+      const step = (box.width + layout.gap) / frame.slots.length;
+      for (let slot = 0; slot < frame.slots.length; slot++) {
         const letter = frame.slots[slot];
-        const size = n === this.width ? layout.size : Math.min(layout.size, step - layout.gap);
-        const x = left + (n === this.width ? slot * (layout.size + layout.gap) : slot * step);
-        drawCell(context, letter, x, top, size, palette[letter], behind);
+        const x = box.x + slot * step;
+        const cell = Math.max(1, step - layout.gap);
+        drawCell(context, letter, x, box.y, cell, layout.size, palette[letter], palette.behind);
         const key = `${index}:${slot}`;
         const changed = this.changedAt.get(key);
         if (changed === undefined) continue;
         const age = (now - changed) / FLASH_MS;
         if (age >= 1 || this.still.matches) {
           this.changedAt.delete(key);
-        } else {
-          moving = true;
-          context.globalAlpha = (1 - age) * 0.8;
-          context.strokeStyle = palette[letter];
-          context.lineWidth = 1.5;
-          const grow = 1.5 + 2 * age;
-          context.strokeRect(x - grow, top - grow, size + 2 * grow, size + 2 * grow);
-          context.globalAlpha = 1;
+          continue;
         }
+        moving = true;
+        const grow = 1.5 + 2 * age;
+        context.globalAlpha = (1 - age) * 0.8;
+        context.strokeStyle = palette[letter];
+        context.lineWidth = 1.5;
+        context.strokeRect(x - grow, box.y - grow, cell + 2 * grow, layout.size + 2 * grow);
+        context.globalAlpha = 1;
       }
     });
-    this.frameLayout = layout;
     if (moving) requestAnimationFrame(() => this.draw());
   }
 
   point(event) {
-    const box = this.canvas.getBoundingClientRect();
-    const x = event.clientX - box.left;
-    const y = event.clientY - box.top;
-    const found = this.cells.find((c) => x >= c.x && x < c.x + c.width && y >= c.y && y < c.y + c.height);
-    if (!found) {
+    const origin = this.canvas.getBoundingClientRect();
+    const x = event.clientX - origin.left;
+    const y = event.clientY - origin.top;
+    const index = this.drawn
+      ? this.drawn.boxes.findIndex((b) => x >= b.x && x < b.x + b.width && y >= b.y && y < b.y + this.drawn.size)
+      : -1;
+    if (index < 0) {
       this.detail.textContent = this.resting;
       return;
     }
-    const frame = this.frames[found.index];
+    const frame = this.frames[index];
     if (frame.kind === null) {
-      this.detail.textContent = `Frame ${found.index + 1}: unused`;
+      this.detail.textContent = `Frame ${index + 1}: unused`;
       return;
     }
-    const slot = Math.min(frame.slots.length - 1, Math.floor(((x - found.x) / found.width) * frame.slots.length));
+    const box = this.drawn.boxes[index];
+    const slot = Math.min(frame.slots.length - 1, Math.floor(((x - box.x) / box.width) * frame.slots.length));
     const kind = frame.kind === "O" ? "open pages" : "sealed pages";
-    this.detail.textContent = `Frame ${found.index + 1} (${kind}), page ${slot + 1}: ${NAMES[frame.slots[slot]]}`;
+    this.detail.textContent = `Frame ${index + 1} (${kind}), page ${slot + 1}: ${NAMES[frame.slots[slot]]}`;
   }
 }
