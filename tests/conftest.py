@@ -154,3 +154,142 @@ def _write_checkpoint(
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_text((tokenizer / name).read_text(encoding="utf-8"), encoding="utf-8")
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_gguf(
+    tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]
+) -> Callable[..., Path]:
+    """A factory of GGUF files holding the weights of `tiny_checkpoint`, laid out as llama.cpp's converter
+    does.
+
+    `tiny_gguf(kind, tensor_type="F32", metadata={}, **checkpoint)` -> file; matrices are stored as
+    tensor_type, one of those that the gguf package can write (F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0),
+    vectors as F32. `metadata` adds or replaces numbers and strings, None removes.
+    """
+
+    def make(
+        kind: str, *, tensor_type: str = "F32", metadata: dict[str, Any] | None = None, **checkpoint: Any
+    ) -> Path:
+        source = tiny_checkpoint(kind, **checkpoint)
+        path = tmp_path_factory.mktemp("tiny-gguf") / f"tiny-{kind}.gguf"
+        _write_gguf(source, path, kind, tensor_type, metadata or {})
+        return path
+
+    return make
+
+
+_GGUF_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def _gguf_name(name: str) -> str:
+    if name in _GGUF_NAMES:
+        return _GGUF_NAMES[name]
+    _, _, layer, rest = name.split(".", 3)
+    module, _, parameter = rest.rpartition(".")
+    return f"blk.{layer}.{_GGUF_NAMES[module]}.{parameter}"
+
+
+def _write_gguf(source: Path, path: Path, kind: str, tensor_type: str, changes: dict[str, Any]) -> None:
+    import gguf
+    import numpy as np
+    from safetensors.numpy import load_file
+
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    architecture = "llama" if kind == "mistral" else kind
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    rope = config["rope_parameters"]
+    values: dict[str, Any] = {
+        "general.type": "model",
+        f"{architecture}.block_count": config["num_hidden_layers"],
+        f"{architecture}.context_length": config["max_position_embeddings"],
+        f"{architecture}.embedding_length": config["hidden_size"],
+        f"{architecture}.feed_forward_length": config["intermediate_size"],
+        f"{architecture}.attention.head_count": heads,
+        f"{architecture}.attention.head_count_kv": kv_heads,
+        f"{architecture}.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        f"{architecture}.rope.freq_base": rope["rope_theta"],
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.chat_template": CHAT_TEMPLATE,
+    }
+    if "head_dim" in config:
+        values[f"{architecture}.attention.key_length"] = config["head_dim"]
+        values[f"{architecture}.attention.value_length"] = config["head_dim"]
+    if rope["rope_type"] in ("linear", "yarn"):
+        values[f"{architecture}.rope.scaling.type"] = rope["rope_type"]
+        values[f"{architecture}.rope.scaling.factor"] = rope["factor"]
+    if rope["rope_type"] == "yarn":
+        key = f"{architecture}.rope.scaling.original_context_length"
+        values[key] = rope["original_max_position_embeddings"]
+    values.update(changes)
+
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in values.items():
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        elif value is not None:
+            writer.add_array(key, value)
+    tokenizer = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
+    vocab = tokenizer["model"]["vocab"]
+    special = {token["id"] for token in tokenizer["added_tokens"]}
+    tokens = [f"[PAD{i}]" for i in range(config["vocab_size"])]
+    types = [5] * len(tokens)
+    for piece, i in vocab.items():
+        tokens[i], types[i] = piece, 3 if i in special else 1
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges([" ".join(merge) for merge in tokenizer["model"]["merges"]])
+
+    stored = gguf.GGMLQuantizationType[tensor_type]
+    for name, array in load_file(source / "model.safetensors").items():
+        array = array.astype(np.float32)
+        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+            n = heads if "q_proj" in name else kv_heads
+            # The converter's permutation: of each head, the two halves become neighbours.
+            half = array.reshape(n, 2, array.shape[0] // n // 2, *array.shape[1:])
+            array = half.swapaxes(1, 2).reshape(array.shape)
+        if array.ndim == 2 and tensor_type != "F32":
+            writer.add_tensor(_gguf_name(name), gguf.quants.quantize(array, stored), raw_dtype=stored)
+        else:
+            writer.add_tensor(_gguf_name(name), array)
+    if rope["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", _llama3_divisors(config))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _llama3_divisors(config: dict[str, Any]) -> Any:
+    """Plain frequencies over those that transformers computes, which is what a GGUF stores for Llama 3."""
+    import numpy as np
+    import transformers
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    stretched, _ = ROPE_INIT_FUNCTIONS["llama3"](transformers.LlamaConfig(**config), "cpu")
+    dim = config["head_dim"]
+    plain = config["rope_parameters"]["rope_theta"] ** -(np.arange(0, dim, 2, dtype=np.float32) / dim)
+    return (plain / stretched.numpy()).astype(np.float32)

@@ -199,9 +199,17 @@ class _Builder:
         tokenizer.add_tokens([AddedToken(self.pieces[i], normalized=False) for i in user])
         return tokenizer
 
+    def bpe(self, merges: list[tuple[str, str]], **options: bool) -> PlainTokenizer:
+        try:
+            return PlainTokenizer(BPE(vocab=self.vocab(), merges=merges, **options))
+        except Exception as error:  # the library raises nothing narrower
+            raise LoadError(
+                f"{self.where}: its vocabulary and merges do not fit together: {error}"
+            ) from error
+
     def byte_level(self, family: _Family) -> PlainTokenizer:
         merges = _halves(self.strings("merges"), self.where)
-        tokenizer = PlainTokenizer(BPE(vocab=self.vocab(), merges=merges, ignore_merges=family.ignore_merges))
+        tokenizer = self.bpe(merges, ignore_merges=family.ignore_merges)
         if family.nfc:
             tokenizer.normalizer = normalizers.NFC()
         tokenizer.pre_tokenizer = family.words()
@@ -216,7 +224,7 @@ class _Builder:
         byte_pieces = {self.pieces[i] for i in self.of_kind(Kind.BYTE)}
         if not {f"<0x{b:02X}>" for b in range(256)} <= byte_pieces:
             raise UnsupportedError(f"{self.where}: a SentencePiece vocabulary without its 256 byte tokens")
-        tokenizer = PlainTokenizer(BPE(vocab=self.vocab(), merges=self.scored_merges(), byte_fallback=True))
+        tokenizer = self.bpe(self.scored_merges(), byte_fallback=True)
         spaces = normalizers.Replace(" ", "▁")
         prefixed = normalizers.Sequence([normalizers.Prepend("▁"), spaces])
         tokenizer.normalizer = prefixed if space_prefix else spaces
