@@ -14,6 +14,9 @@ from octavo import LLM, SamplingParams, __version__
 from octavo.config import CachePolicy
 from octavo.engine.messages import Delta, PromptProgress
 
+#: Prompt tokens per step: llama.cpp's default batch.
+CHUNK = 512
+
 
 class OctavoWorker:
     def __init__(self) -> None:
@@ -31,6 +34,7 @@ class OctavoWorker:
             threads=threads,
             max_model_len=n_ctx,
             max_num_seqs=1,
+            step_tokens=CHUNK,
         )
         info = self._llm.engine.info
         return {
@@ -56,6 +60,8 @@ class OctavoWorker:
                 seconds[str(event.done_tokens)] = now
             elif isinstance(event, Delta):
                 seconds[str(len(tokens))] = now
+        if missed := wanted - {int(mark) for mark in seconds}:
+            raise ValueError(f"no step of {CHUNK} tokens ends at {sorted(missed)}")
         return {"seconds": seconds}
 
     def decode(self, context: int, n: int) -> Mapping[str, Any]:

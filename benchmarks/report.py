@@ -39,7 +39,7 @@ def machine(records: dict[str, Record]) -> str:
         ["memory, L3", f"{m['memory_gib']} GiB, {m['l3']}"],
         ["system", f"Linux {m['kernel']}, {m['compiler']}, Python {m['python']}, numpy {m['numpy']}"],
         ["Octavo", f"{own['version']}, {own['system']}"],
-        ["llama.cpp", f"{peer['version']}; {peer['system'].strip(' |')}"],
+        ["llama.cpp", f"{peer['version']}; {', '.join(re.findall(r'([A-Z0-9_]+) = 1', peer['system']))}"],
         ["threads", str(record["settings"]["threads"])],
     ]
     return "| | |\n| --- | --- |\n" + "\n".join(f"| {a} | {b} |" for a, b in rows)
