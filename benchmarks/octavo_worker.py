@@ -44,6 +44,9 @@ class OctavoWorker:
             "bytes_per_token": info.bytes_per_token,
         }
 
+    def close(self) -> None:
+        self._llm.close()
+
     def tokenize(self, text: str) -> Mapping[str, Any]:
         return {"tokens": self._llm.tokenizer.encode(text, add_special=False)}
 
@@ -121,3 +124,4 @@ if __name__ == "__main__":
         "load": worker.load, "tokenize": worker.tokenize, "prefill": worker.prefill, "decode": worker.decode,
         "decode_clock": worker.decode_clock, "read": worker.read, "nll": worker.nll, "greedy": worker.greedy,
     })  # fmt: skip
+    worker.close()
