@@ -21,11 +21,11 @@ test: check models  ## install, check, run the tests
 test-slow: $(VENV)/.dev models  ## the checks that take minutes
 	$(BIN)/python -m pytest -q -m slow --timeout 3600
 
-check: $(VENV)/.dev  ## lint, types, import layers, examples in the docs
+check: $(VENV)/.dev models  ## lint, types, import layers, examples in the docs
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy --no-error-summary
-	$(BIN)/python -m pytest -q tests/unit/test_layers.py
+	$(BIN)/python -m pytest -q tests/unit/test_layers.py tests/server/test_docs_examples.py
 
 models: $(VENV)/.dev  ## fetch the models that the tests run on
 	for m in $(TEST_MODELS); do $(BIN)/octavo pull $$m || exit 1; done

@@ -223,7 +223,7 @@ def test_five_turns(client: openai.OpenAI) -> None:
 
 def test_oversize(client: openai.OpenAI, tokenizer: Tokenizer, text: list[int]) -> None:
     limit = 2048
-    prompt = unique(text + text, limit + 1, "oversize", tokenizer)
+    prompt = unique(text * 3, limit + 1, "oversize", tokenizer)
     assert len(prompt) == limit + 1
     for n_prompt, max_tokens in ((limit, 1), (limit + 1, 1), (limit - 5, 6), (100, limit)):
         with pytest.raises(openai.BadRequestError) as caught:

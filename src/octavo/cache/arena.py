@@ -59,10 +59,11 @@ class Arena:
             raise ValueError(f"frames of {frame_bytes} bytes cannot hold pages of {max(class_bytes)} bytes")
         self.frame_bytes = frame_bytes
         self.n_frames = n_frames
-        self._map = mmap.mmap(-1, n_frames * frame_bytes)
+        mapped = mmap.mmap(-1, n_frames * frame_bytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        self.memory: NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+        #: uint8 [n_frames * frame_bytes]. The system provides it as it is first written.
+        self.memory: NDArray[np.uint8] = np.frombuffer(mapped, dtype=np.uint8)
         self._classes = [_Class(b, frame_bytes // b) for b in class_bytes]
         self._frames: dict[int, _Frame] = {}
         self._free_frames = list(range(n_frames - 1, -1, -1))

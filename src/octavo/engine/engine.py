@@ -176,6 +176,7 @@ class Engine:
             for request in list(self._requests.values()):
                 self._fail(request, EngineStopped("the engine stopped before the request was done"))
             self._drain_after_stop()
+            self._cache.arena.close()
 
     def _step(self) -> None:
         step = self._scheduler.schedule()
@@ -404,6 +405,8 @@ class Engine:
             if isinstance(message, _Submit):
                 error = EngineStopped("the engine has stopped")
                 message.request.sink(Failed(message.request.message.request_id, error))
+            elif isinstance(message, _Call):
+                message.function()
 
     # ---- limits and numbers -----------------------------------------------------------------------------
 
