@@ -102,5 +102,7 @@ NB_MODULE(_cpu, m) {
         "Whether Context(isa=...) would succeed.");
 
   bind_math(m);
+  bind_codecs(m);
+  bind_attention(m);
   bind_linear(m);
 }

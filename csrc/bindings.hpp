@@ -63,6 +63,8 @@ auto run_locked(Context& context, F&& f) {
 
 // One function per binding file.
 void bind_math(nb::module_& m);
+void bind_codecs(nb::module_& m);
+void bind_attention(nb::module_& m);
 void bind_linear(nb::module_& m);
 
 }  // namespace octavo

@@ -1,29 +1,15 @@
 // Linear layers, embedding, MLP and head for octavo.ops._cpu.
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <chrono>
 #include <cstring>
-#include <optional>
 
-#include "bindings.hpp"
+#include "bindings_stored.hpp"
 #include "blocks.hpp"
 
 namespace octavo {
 namespace {
-
-/// A stored matrix and the arrays that hold it.
-struct Stored {
-  TensorView view;
-  Array data;
-  std::optional<Array> row_order;
-};
-
-std::span<const float> vector_in(const Array& a, const char* name) {
-  const float* p = in<float>(a, name, {-1});
-  return {p, a.shape(0)};
-}
 
 std::vector<TensorView> views(const std::vector<const Stored*>& stored) {
   std::vector<TensorView> result;

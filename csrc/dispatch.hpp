@@ -8,6 +8,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "attention_types.hpp"
+#include "codecs.hpp"
 #include "linear_types.hpp"
 
 namespace octavo {
@@ -27,6 +29,8 @@ struct MathKernels {
 struct KernelTable {
   const char* isa;
   MathKernels math;
+  CodecKernels codecs;
+  AttentionKernels attention;
   LinearKernels linear;
 };
 

@@ -10,6 +10,8 @@ const KernelTable& kernel_table() {
   static const KernelTable table = {
       .isa = OCTAVO_TEXT(OCTAVO_ISA),
       .math = math_kernels(),
+      .codecs = codec_kernels(),
+      .attention = attention_kernels(),
       .linear = linear_kernels(),
   };
   return table;

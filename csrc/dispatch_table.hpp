@@ -6,6 +6,8 @@
 namespace octavo::OCTAVO_ISA {
 
 MathKernels math_kernels();
+CodecKernels codec_kernels();
+AttentionKernels attention_kernels();
 LinearKernels linear_kernels();
 
 /// LinearKernels::forward for quantized types.

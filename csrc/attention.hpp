@@ -1,0 +1,133 @@
+// Attention over pages: from a step's projected rows to the weighted values of every query head, writing and sealing
+// pages on the way.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "context.hpp"
+
+namespace octavo {
+
+/// Where one layer's planes lie in a page of some format, and how they are written.
+struct LayerPlanes {
+  Coding key, value;
+  size_t key_offset, value_offset;
+};
+
+/// A page format: one entry per layer.
+struct PageLayout {
+  std::vector<LayerPlanes> layers;
+  size_t page_bytes;
+};
+
+/// What all layers of a model share.
+struct CacheLayout {
+  AttentionShape shape;
+  PageLayout open;                   ///< f32
+  std::vector<PageLayout> formats;   ///< by format id
+};
+
+/// Throws std::invalid_argument where kernels cannot work on the shape.
+void check_cache(const CacheLayout& cache);
+
+/// Throws std::invalid_argument where planes reach past the page's end, have another number of layers than the open
+/// format, or are misaligned.
+void check_layout(const CacheLayout& cache, const KernelTable& kernels, const PageLayout& format);
+
+/// Checks the format and returns its id.
+int add_format(CacheLayout& cache, const KernelTable& kernels, PageLayout format);
+
+/// One step's rows as octavo.ops.base.Batch describes them.
+struct BatchView {
+  uint8_t* memory;
+  size_t memory_bytes;
+  size_t n_rows, n_segments, n_entries;
+  const int32_t* row_start;
+  const int32_t* position;
+  const int32_t* entry_start;
+  const int64_t* page_offset;
+  const uint8_t* page_format;
+  const int64_t* open_offset;
+};
+
+/// cos and sin of every position a step may have, float [n_positions][dim / 2] each. dim is at most head_dim.
+struct RopeTable {
+  const float* cosine;
+  const float* sine;
+  size_t n_positions;
+  size_t dim;
+};
+
+/// A batch, checked and cut into work. Built once per step, used by every layer.
+class Step {
+ public:
+  /// Throws std::invalid_argument where the batch contradicts itself or reaches past memory or the table.
+  /// Keeps references to cache, memory and table.
+  Step(const CacheLayout& cache, const BatchView& batch, const RopeTable& rope, int threads);
+
+  /// The tokens of one segment that lie in one page.
+  struct OwnPage {
+    size_t segment;
+    size_t page;             ///< index in its sequence
+    size_t first_row, n_rows;
+    size_t slot;             ///< of the first row
+    int64_t open_offset;     ///< in place in the sequence's open page; -1: in scratch page `scratch`
+    size_t scratch;
+    size_t gather;           ///< tokens before `slot` to copy from the segment's open page to scratch
+    bool completes;
+  };
+  /// Consecutive rows of one own page that are attended together.
+  struct Tile {
+    size_t own;
+    size_t first_row, n_rows;
+    size_t n_splits;
+    size_t partial;          ///< where its partials begin, in (flat row, split) units over all heads
+  };
+  struct Task {
+    uint32_t tile;
+    uint32_t head;
+    uint32_t split;          ///< kAllSplits: from the first to the last, merged on the way
+  };
+  static constexpr uint32_t kAllSplits = ~0u;
+
+  const CacheLayout& cache() const { return *cache_; }
+  size_t n_rows() const { return n_rows_; }
+
+ private:
+  friend class AttentionRun;
+
+  const CacheLayout* cache_;
+  RopeTable rope_;
+  uint8_t* memory_;
+  size_t n_rows_;
+  std::vector<size_t> position_;         // of each row
+  std::vector<size_t> entry_start_;      // of each segment
+  std::vector<int64_t> segment_open_;    // of each segment
+  std::vector<int64_t> page_offset_;
+  std::vector<uint8_t> page_format_;
+  std::vector<uint8_t> formats_used_;
+  std::vector<OwnPage> own_;             // pages that may be written at once
+  size_t n_direct_ = 0;                  // own_[0, n_direct_) before own_[n_direct_, ...): tails that reuse an open page
+  size_t n_scratch_ = 0;
+  std::vector<Tile> tiles_;
+  std::vector<Task> tasks_;
+  size_t tile_rows_ = 0;                 // flat rows of the largest tile
+  size_t n_partials_ = 0;                // 0: tasks take all splits
+};
+
+/// One layer's parameters. Null where the model has none.
+struct AttentionParameters {
+  size_t layer;
+  float norm_eps;
+  float softmax_scale;
+  const float* q_norm;     ///< [head_dim]
+  const float* k_norm;
+};
+
+/// qkv [n_rows][(n_heads + 2 * n_kv_heads) * head_dim] -> out [n_rows][n_heads * head_dim]. Writes exact keys and
+/// values, seals the pages that the rows complete, attends. Throws CodecRangeError, naming layer, role and token.
+void attend(Context& context, const Step& step, const AttentionParameters& parameters, const float* qkv, float* out);
+
+}  // namespace octavo

@@ -1,0 +1,87 @@
+// What the attention kernels are given. Read by kernel sources too: plain data only, no code.
+//
+// Arithmetic. A query head of one token reads the pages before the token's own in sealed form, its own exactly. Pages
+// are taken in splits of split_pages, counted from position 0. Within a split: all scores (a chain of multiply-adds
+// over channels in order, from zero), their maximum, exp(score - maximum), the sum of these (lane j adds the tokens
+// j, j + 8, ... in order; then the lanes in hsum's order), and the sum of values weighted by them (a chain over tokens
+// in order, from zero). Splits are merged from left to right. So the result depends on the query and on the pages it
+// reads, and on nothing else.
+//
+// Values stored in the rotated basis add up in a chain of their own, which is rotated back once per split and added.
+#pragma once
+
+#include "codecs.hpp"
+
+namespace octavo {
+
+struct AttentionShape {
+  PlaneShape plane;    ///< n_heads counts KV heads
+  size_t group;        ///< query heads per KV head
+  size_t split_pages;
+};
+
+/// One sealed page in one layer: its planes and how they are written.
+struct SealedPage {
+  const uint8_t* keys;
+  const uint8_t* values;
+  Coding key;
+  Coding value;
+};
+
+/// What one row gives before attention: its query heads, and its key and value written to an exact page.
+struct RowJob {
+  const AttentionShape* shape;
+  size_t rope_dim;
+  float norm_eps;
+  float softmax_scale;    ///< multiplied into the query
+  const float* qkv;       ///< [(group + 2) * n_heads * head_dim], q then k then v
+  const float* q_norm;    ///< [head_dim] or null
+  const float* k_norm;
+  const float* cosine;    ///< [rope_dim / 2], of the row's position
+  const float* sine;
+  float* q;               ///< KV head h's queries [group][head_dim] go to q + h * q_step
+  float* q_rotated;       ///< the same, after the Hadamard transform; or null
+  size_t q_step;
+  float* keys;            ///< exact page, keys [n_heads][head_dim][page_size]
+  float* values;          ///< values [n_heads][page_size][head_dim]
+  size_t slot;            ///< of the row's token in its page
+};
+
+/// One split of one KV head, for consecutive tokens of one page. Flat row r is query head r % group of token r / group.
+struct SplitJob {
+  const AttentionShape* shape;
+  size_t head;
+  const SealedPage* pages;  ///< the split's sealed pages, in order
+  size_t n_pages;
+  const float* own_keys;    ///< the tokens' own page, this head [head_dim][page_size]; null in the splits before its own
+  const float* own_values;  ///< [page_size][head_dim]
+  size_t own_slot;          ///< slot of the first token; flat row r reads slots 0 .. own_slot + r / group
+  size_t n_rows;
+  const float* q;           ///< [n_rows][head_dim]
+  const float* q_rotated;   ///< the same in the rotated basis; read where a page's keys are rotated
+  float* scratch;           ///< split_scratch() floats
+};
+
+/// A partial result of flat rows: maximum [n_rows], sum [n_rows], accumulator [n_rows][head_dim].
+struct Partial {
+  float* maximum;
+  float* sum;
+  float* accumulator;
+};
+
+struct AttentionKernels {
+  void (*prepare_row)(const RowJob& job);
+
+  size_t (*split_scratch)(const AttentionShape& shape, size_t n_rows);
+
+  /// Returns -1, or 2 * page (+ 1 for values) of the first page with a bad scale.
+  int (*attend_split)(const SplitJob& job, const Partial& out);
+
+  /// left = left and right merged.
+  void (*merge)(const Partial& left, const Partial& right, size_t n_rows, size_t head_dim);
+
+  /// out[r] = accumulator / sum; flat row r goes to out + r / group * token_step + r % group * head_dim.
+  void (*finish)(const Partial& partial, size_t n_rows, size_t head_dim, size_t group, size_t token_step, float* out);
+};
+
+}  // namespace octavo

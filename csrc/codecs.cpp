@@ -1,0 +1,212 @@
+// Encoding and decoding of one head of a plane, for one instruction set.
+#include "codecs.hpp"
+
+#include "codecs_read.hpp"
+#include "dispatch_table.hpp"
+#include "rotation.hpp"
+
+namespace octavo::OCTAVO_ISA {
+namespace {
+
+using u16x8 = uint16_t __attribute__((vector_size(16)));
+using i8x8 = int8_t __attribute__((vector_size(8)));
+using u8x8 = uint8_t __attribute__((vector_size(8)));
+
+constexpr int32_t kExponent = 0x7f800000;
+
+/// The eight low halves.
+OCTAVO_INLINE void store_u16(void* p, i32x8 v) { store(p, __builtin_convertvector(v, u16x8)); }
+
+OCTAVO_INLINE bool all_finite(const float* x, size_t n) {
+  i32x8 top = set1i(0);
+  for (size_t i = 0; i < n; i += 8) top = max(top, bits<i32x8>(abs(loadf(x + i))));
+  return hmax(top) < kExponent;
+}
+
+/// The smallest f16 >= v, for v >= 0, as bits.
+OCTAVO_INLINE i32x8 f16_up(f32x8 v) {
+  uint16_t h[8];
+  store_f16(h, v);
+  return load_u16(h) - (load_f16(h) < v);
+}
+
+/// The largest f16 <= v, as bits.
+OCTAVO_INLINE i32x8 f16_down(f32x8 v) {
+  uint16_t h[8];
+  store_f16(h, v);
+  const i32x8 nearest = load_u16(h), above = load_f16(h) > v;
+  // One step down is one more in magnitude for a negative number (-0 included), one less for a positive.
+  const i32x8 step = ((nearest & set1i(0x8000)) != set1i(0)) | set1i(1);  // -1 or 1
+  return nearest - (step & above);
+}
+
+/// Scales at or above `needed` to p, no smaller than the smallest f16, and as f32 over `needed`. n is a multiple of 8.
+OCTAVO_INLINE bool store_scales(float* needed, size_t n, uint8_t* p) {
+  i32x8 top = set1i(0);
+  for (size_t i = 0; i < n; i += 8) {
+    const i32x8 h = max(f16_up(loadf(needed + i)), set1i(1));
+    top = max(top, h);
+    store_u16(p + 2 * i, h);
+    store(needed + i, load_f16(p + 2 * i));
+  }
+  return hmax(top) < 0x7c00;
+}
+
+/// Integer codes of eight values, |v| < 2^22, ties to even.
+OCTAVO_INLINE i32x8 code_of(f32x8 v) { return round_to_int(v); }
+
+CodecStatus encode_f16(const float* x, size_t n, uint8_t* out) {
+  f32x8 top = set1(0);
+  for (size_t i = 0; i < n; i += 8) {
+    const f32x8 v = loadf(x + i);
+    top = max(top, abs(v));
+    store_f16(out + 2 * i, v);
+  }
+  return hmax(top) < 65520.0f ? CodecStatus::ok : CodecStatus::value_range;
+}
+
+CodecStatus encode_bf16(const float* x, size_t n, uint8_t* out) {
+  i32x8 top = set1i(0);
+  for (size_t i = 0; i < n; i += 8) {
+    const u32x8 u = load<u32x8>(x + i);
+    const i32x8 h = bits<i32x8>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+    top = max(top, h & set1i(0x7fff));
+    store_u16(out + 2 * i, h);
+  }
+  return hmax(top) < 0x7f80 ? CodecStatus::ok : CodecStatus::value_range;
+}
+
+CodecStatus encode_int8(const PlaneShape& s, Role role, const float* x, float* scale, uint8_t* codes, uint8_t* scales) {
+  const size_t groups = ceil_div(s.head_dim, kInt8Group), tokens = s.page_size;
+  const f32x8 limit = set1(127.0f);
+  if (role == Role::key) {
+    for (size_t g = 0; g < groups; ++g) {
+      const size_t end = min_of(s.head_dim, (g + 1) * kInt8Group);
+      for (size_t t = 0; t < tokens; t += 8) {
+        f32x8 peak = set1(0);
+        for (size_t c = g * kInt8Group; c < end; ++c) peak = max(peak, abs(loadf(x + c * tokens + t)));
+        store(scale + g * tokens + t, peak / limit);
+      }
+    }
+  } else {
+    for (size_t t = 0; t < tokens; ++t)
+      for (size_t g = 0; g < groups; ++g) {
+        const size_t end = min_of(s.head_dim, (g + 1) * kInt8Group);
+        f32x8 peak = set1(0);
+        for (size_t c = g * kInt8Group; c < end; c += 8) peak = max(peak, abs(loadf(x + t * s.head_dim + c)));
+        scale[t * groups + g] = hmax(peak) / 127.0f;
+      }
+  }
+  if (!store_scales(scale, tokens * groups, scales)) return CodecStatus::scale_range;
+
+  const size_t columns = n_columns(s, role);
+  for (size_t r = 0; r < n_rows(s, role); ++r)
+    for (size_t c = 0; c < columns; c += 8) {
+      const f32x8 by = role == Role::key ? loadf(scale + r / kInt8Group * tokens + c)
+                                         : set1(scale[r * groups + c / kInt8Group]);
+      const i32x8 code = code_of(loadf(x + r * columns + c) / by);
+      store(codes + r * columns + c, __builtin_convertvector(code, i8x8));
+    }
+  return CodecStatus::ok;
+}
+
+/// x [rows][columns]. scale and minimum: room for all groups.
+CodecStatus encode_int4(const PlaneShape& s, Coding coding, const float* x, float* scale, float* minimum,
+                        uint8_t* codes, uint8_t* scales, uint8_t* minima) {
+  const size_t rows = n_rows(s, coding.role), columns = n_columns(s, coding.role);
+  const size_t groups = ceil_div(columns, kInt4Group), n = rows * groups;
+  const size_t row_step = coding.role == Role::key ? 1 : groups, group_step = coding.role == Role::key ? rows : 1;
+
+  for (size_t r = 0; r < rows; ++r)
+    for (size_t g = 0; g < groups; ++g) {
+      const float* v = x + r * columns;
+      const size_t end = min_of(columns, (g + 1) * kInt4Group);
+      f32x8 low = loadf(v + g * kInt4Group), high = low;
+      for (size_t c = g * kInt4Group + 8; c < end; c += 8) {
+        low = min(low, loadf(v + c));
+        high = max(high, loadf(v + c));
+      }
+      minimum[r * row_step + g * group_step] = -hmax(-low);
+      scale[r * row_step + g * group_step] = hmax(high);
+    }
+  i32x8 top = set1i(0);
+  for (size_t i = 0; i < n; i += 8) {
+    const f32x8 low = loadf(minimum + i) + set1(0.0f);  // -0 becomes +0: which of the two was found depends on the order
+    const i32x8 h = f16_down(low);
+    top = max(top, h & set1i(0x7fff));
+    store_u16(minima + 2 * i, h);
+    const f32x8 stored = load_f16(minima + 2 * i);
+    store(minimum + i, stored);
+    store(scale + i, (loadf(scale + i) - stored) / set1(15.0f) + set1(0.0f));
+  }
+  if (hmax(top) >= 0x7c00) return CodecStatus::minimum_range;
+  if (!store_scales(scale, n, scales)) return CodecStatus::scale_range;
+
+  for (size_t r = 0; r < rows; ++r)
+    for_tiles(columns, [&]<int N>(size_t c) {
+      const size_t at = r * row_step + c / kInt4Group * group_step;
+      const f32x8 by = set1(scale[at]), from = set1(minimum[at]);
+      uint8_t code[8 * N];
+      for (int i = 0; i < N; ++i) {
+        const f32x8 steps = (loadf(x + r * columns + c + 8 * static_cast<size_t>(i)) - from) / by;
+        const i32x8 v = code_of(min(max(steps, set1(0.0f)), set1(15.0f)));
+        store(code + 8 * i, __builtin_convertvector(v, u8x8));
+      }
+      uint8_t* out = codes + (r * columns + c) / 2;
+      for (int j = 0; j < 4 * N; ++j) out[j] = static_cast<uint8_t>(code[j] | (code[j + 4 * N] << 4));
+    });
+  return CodecStatus::ok;
+}
+
+size_t plane_bytes(const PlaneShape& shape, Coding coding) {
+  const size_t per_scale = coding.codec == CodecId::int4 ? 4 : 2;
+  return shape.n_heads * (code_bytes(shape, coding.codec) + per_scale * n_scales(shape, coding));
+}
+
+CodecStatus encode_head(const PlaneShape& shape, Coding coding, size_t head, const float* x, float* scratch,
+                        uint8_t* plane) {
+  const size_t n = shape.page_size * shape.head_dim;
+  if (!all_finite(x, n)) return CodecStatus::not_finite;
+  float* work = scratch + n;
+  if (coding.rotated) {
+    __builtin_memcpy(scratch, x, n * sizeof(float));
+    if (coding.role == Role::key) {
+      rotate_columns(scratch, shape.head_dim, shape.page_size);
+    } else {
+      for (size_t t = 0; t < shape.page_size; ++t) rotate_row(scratch + t * shape.head_dim, shape.head_dim);
+    }
+    if (!all_finite(scratch, n)) return CodecStatus::rotation_overflow;
+    x = scratch;
+  }
+  const HeadParts parts = head_parts(shape, coding, head);
+  uint8_t *codes = plane + parts.codes, *scales = plane + parts.scales;
+  switch (coding.codec) {
+    case CodecId::f32: __builtin_memcpy(codes, x, n * sizeof(float)); return CodecStatus::ok;
+    case CodecId::f16: return encode_f16(x, n, codes);
+    case CodecId::bf16: return encode_bf16(x, n, codes);
+    case CodecId::int8: return encode_int8(shape, coding.role, x, work, codes, scales);
+    case CodecId::int4:
+      return encode_int4(shape, coding, x, work, work + n_scales(shape, coding), codes, scales, plane + parts.minima);
+  }
+  __builtin_unreachable();
+}
+
+CodecStatus decode_head(const PlaneShape& shape, Coding coding, size_t head, const uint8_t* plane, float* scratch,
+                        float* out) {
+  const bool ok = with_reader(shape, coding, head, plane, scratch, [&](const auto& reader) {
+    read_all(reader, n_rows(shape, coding.role), n_columns(shape, coding.role), plane, out);
+  });
+  return ok ? CodecStatus::ok : CodecStatus::bad_scale;
+}
+
+void rotate_rows(float* x, size_t n, size_t head_dim) {
+  for (size_t i = 0; i < n; ++i) rotate_row(x + i * head_dim, head_dim);
+}
+
+}  // namespace
+
+CodecKernels codec_kernels() {
+  return {.plane_bytes = plane_bytes, .encode_head = encode_head, .decode_head = decode_head, .rotate_rows = rotate_rows};
+}
+
+}  // namespace octavo::OCTAVO_ISA

@@ -1,0 +1,308 @@
+// Readers: a head's stored plane as rows of f32, a few vectors at a time. Rows are channels and columns tokens for keys,
+// rows tokens and columns channels for values. Kernel sources only, as simd.hpp.
+//
+// A reader's at<N>(r, c) is a cursor on the 8 N values of row r from column c on: get(i) is the i-th vector, in the stored
+// basis, next() goes to the row below. N is 1, 2 or 4: a caller covers a row by fours, then a two, then a one, which are
+// the runs that int4 packs by. kPasses: in how many passes a caller should take a four, so that its sums and what the
+// reader holds fit into 16 registers; pass p takes vectors p, p + kPasses, ... (two vectors of int4 come from the same
+// bytes).
+#pragma once
+
+#include "codecs.hpp"
+#include "simd.hpp"
+
+#define OCTAVO_MEMBER __attribute__((always_inline)) inline
+
+namespace octavo::OCTAVO_ISA {
+
+inline constexpr size_t kInt8Group = 32;
+inline constexpr size_t kInt4Group = 64;
+
+OCTAVO_INLINE size_t ceil_div(size_t a, size_t b) { return (a + b - 1) / b; }
+
+/// Columns of a head's stored matrix.
+OCTAVO_INLINE size_t n_columns(const PlaneShape& s, Role role) { return role == Role::key ? s.page_size : s.head_dim; }
+OCTAVO_INLINE size_t n_rows(const PlaneShape& s, Role role) { return role == Role::key ? s.head_dim : s.page_size; }
+
+/// Bytes of one head's codes.
+OCTAVO_INLINE size_t code_bytes(const PlaneShape& s, CodecId codec) {
+  const size_t n = s.page_size * s.head_dim;
+  switch (codec) {
+    case CodecId::f32: return 4 * n;
+    case CodecId::f16:
+    case CodecId::bf16: return 2 * n;
+    case CodecId::int8: return n;
+    case CodecId::int4: return n / 2;
+  }
+  __builtin_unreachable();
+}
+
+/// Scales of one head.
+OCTAVO_INLINE size_t n_scales(const PlaneShape& s, Coding c) {
+  switch (c.codec) {
+    case CodecId::f32:
+    case CodecId::f16:
+    case CodecId::bf16: return 0;
+    case CodecId::int8: return s.page_size * ceil_div(s.head_dim, kInt8Group);
+    case CodecId::int4: return n_rows(s, c.role) * ceil_div(n_columns(s, c.role), kInt4Group);
+  }
+  __builtin_unreachable();
+}
+
+/// Byte offsets of one head's parts in its plane.
+struct HeadParts {
+  size_t codes, scales, minima;
+};
+OCTAVO_INLINE HeadParts head_parts(const PlaneShape& s, Coding c, size_t head) {
+  const size_t codes = code_bytes(s, c.codec), scales = 2 * n_scales(s, c);
+  const size_t first = codes * s.n_heads;
+  return {codes * head, first + scales * head, first + scales * (s.n_heads + head)};
+}
+
+struct F32Reader {
+  static constexpr size_t kBits = 32;
+  static constexpr int kPasses = 1;
+  const uint8_t* p;
+  size_t columns;
+
+  struct Cursor {
+    const uint8_t* p;
+    size_t step;
+    OCTAVO_MEMBER f32x8 get(int i) const { return load<f32x8>(p + 32 * i); }
+    OCTAVO_MEMBER void next() { p += step; }
+  };
+  template <int N>
+  OCTAVO_MEMBER Cursor at(size_t r, size_t c) const {
+    return {p + 4 * (r * columns + c), 4 * columns};
+  }
+};
+
+struct F16Reader {
+  static constexpr size_t kBits = 16;
+  static constexpr int kPasses = 1;
+  const uint8_t* p;
+  size_t columns;
+
+  struct Cursor {
+    const uint8_t* p;
+    size_t step;
+    OCTAVO_MEMBER f32x8 get(int i) const { return load_f16(p + 16 * i); }
+    OCTAVO_MEMBER void next() { p += step; }
+  };
+  template <int N>
+  OCTAVO_MEMBER Cursor at(size_t r, size_t c) const {
+    return {p + 2 * (r * columns + c), 2 * columns};
+  }
+};
+
+struct BF16Reader {
+  static constexpr size_t kBits = 16;
+  static constexpr int kPasses = 1;
+  const uint8_t* p;
+  size_t columns;
+
+  struct Cursor {
+    const uint8_t* p;
+    size_t step;
+    OCTAVO_MEMBER f32x8 get(int i) const { return load_bf16(p + 16 * i); }
+    OCTAVO_MEMBER void next() { p += step; }
+  };
+  template <int N>
+  OCTAVO_MEMBER Cursor at(size_t r, size_t c) const {
+    return {p + 2 * (r * columns + c), 2 * columns};
+  }
+};
+
+/// Keys: a scale per token (column) and group of channels (rows).
+struct Int8KeyReader {
+  static constexpr size_t kBits = 8;
+  static constexpr int kPasses = 1;
+  const uint8_t* p;
+  size_t columns;
+  const float* scale;  // [ceil(head_dim / 32)][page_size]
+
+  struct Cursor {
+    const uint8_t* p;
+    size_t columns;
+    const float* scale;
+    size_t left;  // rows of this group
+    OCTAVO_MEMBER f32x8 get(int i) const { return to_f32(load_i8(p + 8 * i)) * loadf(scale + 8 * i); }
+    OCTAVO_MEMBER void next() {
+      p += columns;
+      if (--left == 0) {
+        left = kInt8Group;
+        scale += columns;
+      }
+    }
+  };
+  template <int N>
+  OCTAVO_MEMBER Cursor at(size_t r, size_t c) const {
+    return {p + r * columns + c, columns, scale + r / kInt8Group * columns + c, kInt8Group - r % kInt8Group};
+  }
+};
+
+/// Values: a scale per token (row) and group of channels (columns).
+struct Int8ValueReader {
+  static constexpr size_t kBits = 8;
+  static constexpr int kPasses = 2;
+  const uint8_t* p;
+  size_t columns;
+  const float* scale;  // [page_size][groups]
+  size_t groups;
+
+  struct Cursor {
+    const uint8_t* p;
+    size_t columns;
+    const float* scale;
+    size_t groups;
+    OCTAVO_MEMBER f32x8 get(int i) const { return to_f32(load_i8(p + 8 * i)) * set1(*scale); }
+    OCTAVO_MEMBER void next() {
+      p += columns;
+      scale += groups;
+    }
+  };
+  template <int N>
+  OCTAVO_MEMBER Cursor at(size_t r, size_t c) const {
+    return {p + r * columns + c, columns, scale + r * groups + c / kInt8Group, groups};
+  }
+};
+
+/// Keys and values: a scale and a minimum per row and group of columns, at [row * row_step + group * group_step].
+/// code * scale is exact in f32, so fma gives the same bits as a product and a sum.
+struct Int4Reader {
+  static constexpr size_t kBits = 4;
+  static constexpr int kPasses = 2;
+  const uint8_t* p;
+  size_t columns;
+  const float* scale;
+  const float* minimum;
+  size_t row_step, group_step;
+
+  template <int N>
+  struct Cursor {
+    const uint8_t* p;
+    size_t step;
+    const float* scale;
+    const float* minimum;
+    size_t row_step;
+    OCTAVO_MEMBER f32x8 get(int i) const {
+      i32x8 code;
+      if constexpr (N == 1) {  // a run of 8: four bytes
+        uint32_t w;
+        __builtin_memcpy(&w, p, 4);
+        const u32x8 codes = u32x8{w, w, w, w, w, w, w, w} >> u32x8{0, 8, 16, 24, 4, 12, 20, 28};
+        code = bits<i32x8>(codes) & set1i(15);
+      } else {
+        const i32x8 both = load_u8(p + 8 * (i % (N / 2)));
+        code = i < N / 2 ? both & set1i(15) : both >> 4;
+      }
+      return fma(to_f32(code), set1(*scale), set1(*minimum));
+    }
+    OCTAVO_MEMBER void next() {
+      p += step;
+      scale += row_step;
+      minimum += row_step;
+    }
+  };
+  template <int N>
+  OCTAVO_MEMBER Cursor<N> at(size_t r, size_t c) const {
+    const size_t s = r * row_step + c / kInt4Group * group_step;
+    return {p + (r * columns + c) / 2, columns / 2, scale + s, minimum + s, row_step};
+  }
+};
+
+/// n scales (a multiple of 8) as f32. False where one is not a positive number.
+OCTAVO_INLINE bool widen_scales(const uint8_t* p, size_t n, float* out) {
+  i32x8 good = set1i(-1);
+  for (size_t i = 0; i < n; i += 8) {
+    const f32x8 s = load_f16(p + 2 * i);
+    good &= (s > set1(0.0f)) & (s < set1(__builtin_inff()));
+    store(out + i, s);
+  }
+  return hsum(good) == -8;
+}
+
+/// n minima (a multiple of 8) as f32. False where one is no number.
+OCTAVO_INLINE bool widen_minima(const uint8_t* p, size_t n, float* out) {
+  i32x8 good = set1i(-1);
+  for (size_t i = 0; i < n; i += 8) {
+    const f32x8 m = load_f16(p + 2 * i);
+    good &= abs(m) < set1(__builtin_inff());
+    store(out + i, m);
+  }
+  return hsum(good) == -8;
+}
+
+/// Calls f(reader) with the reader of one head. scratch: page_size * head_dim floats, which the reader refers to.
+/// False, without a call, where a stored scale is bad.
+template <class F>
+OCTAVO_INLINE bool with_reader(const PlaneShape& s, Coding c, size_t head, const uint8_t* plane, float* scratch, F&& f) {
+  const HeadParts parts = head_parts(s, c, head);
+  const uint8_t* codes = plane + parts.codes;
+  const size_t columns = n_columns(s, c.role), scales = n_scales(s, c);
+  switch (c.codec) {
+    case CodecId::f32: f(F32Reader{codes, columns}); return true;
+    case CodecId::f16: f(F16Reader{codes, columns}); return true;
+    case CodecId::bf16: f(BF16Reader{codes, columns}); return true;
+    case CodecId::int8:
+      if (!widen_scales(plane + parts.scales, scales, scratch)) return false;
+      if (c.role == Role::key)
+        f(Int8KeyReader{codes, columns, scratch});
+      else
+        f(Int8ValueReader{codes, columns, scratch, ceil_div(s.head_dim, kInt8Group)});
+      return true;
+    case CodecId::int4: {
+      float* minimum = scratch + scales;
+      if (!widen_scales(plane + parts.scales, scales, scratch)) return false;
+      if (!widen_minima(plane + parts.minima, scales, minimum)) return false;
+      if (c.role == Role::key)
+        f(Int4Reader{codes, columns, scratch, minimum, 1, s.head_dim});
+      else
+        f(Int4Reader{codes, columns, scratch, minimum, ceil_div(s.head_dim, kInt4Group), 1});
+      return true;
+    }
+  }
+  __builtin_unreachable();
+}
+
+/// A cursor on another head's codes, to ask for their cache lines: while one page is read the next is on its way. Any
+/// address is allowed.
+template <class Reader, int N>
+struct Ahead {
+  const uint8_t* p;
+  size_t step;
+  OCTAVO_MEMBER Ahead(const uint8_t* codes, size_t columns, size_t r, size_t c)
+      : p(codes + (r * columns + c) * Reader::kBits / 8), step(columns * Reader::kBits / 8) {}
+  OCTAVO_MEMBER void next() {
+    for (size_t i = 0; i < N * Reader::kBits; i += 64) __builtin_prefetch(p + i);
+    p += step;
+  }
+};
+
+/// Calls f.template operator()<N>(column) for tiles of 8 N columns that cover `columns`.
+template <class F>
+OCTAVO_INLINE void for_tiles(size_t columns, F&& f) {
+  size_t c = 0;
+  for (; c + 32 <= columns; c += 32) f.template operator()<4>(c);
+  if (c + 16 <= columns) {
+    f.template operator()<2>(c);
+    c += 16;
+  }
+  if (c < columns) f.template operator()<1>(c);
+}
+
+/// All rows of a reader into out [rows][columns]. ahead: another head's codes.
+template <class Reader>
+OCTAVO_INLINE void read_all(const Reader& reader, size_t rows, size_t columns, const uint8_t* ahead, float* out) {
+  for_tiles(columns, [&]<int N>(size_t c) {
+    auto cursor = reader.template at<N>(0, c);
+    Ahead<Reader, N> fetch(ahead, columns, 0, c);
+    for (size_t r = 0; r < rows; ++r) {
+      fetch.next();
+      for (int i = 0; i < N; ++i) store(out + r * columns + c + 8 * static_cast<size_t>(i), cursor.get(i));
+      cursor.next();
+    }
+  });
+}
+
+}  // namespace octavo::OCTAVO_ISA

@@ -1,0 +1,137 @@
+"""The attention blocks of one model on the cpu backend, and the page formats that they share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import octavo.ops._cpu as _cpu
+from octavo.cache.format import PageFormat, PlacedPlane, open_format
+from octavo.errors import UnsupportedError
+from octavo.models.rope import rope_tables
+from octavo.models.spec import AttentionWeights, ModelSpec, Tensor
+from octavo.ops.base import F32, SPLIT_PAGES, Batch
+
+#: Rotary tables start with this many positions and double as sequences grow.
+_FIRST_POSITIONS = 4096
+
+
+class CpuAttention:
+    """Prepares and runs attention blocks.
+
+    All layers share one cache layout, one rotary table, and the step that a batch is turned into: checked
+    and cut into tasks once, then used by every layer.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._formats: list[PageFormat] = []
+        self._spec: ModelSpec | None = None
+        self._page_size = 0
+        self._cache: Any = None
+        self._cos = self._sin = np.empty((0, 0), np.float32)
+        self._batch: Batch | None = None
+        self._step: Any = None
+
+    def add_format(self, fmt: PageFormat) -> int:
+        """The format's id. The same format again gets the same id."""
+        if fmt in self._formats:
+            return self._formats.index(fmt)
+        if self._cache is not None:
+            self._register(fmt)
+        self._formats.append(fmt)
+        return len(self._formats) - 1
+
+    def prepare(self, spec: ModelSpec, layer: int, weights: AttentionWeights, page_size: int) -> Any:
+        """One layer's block. Raises LoadError or UnsupportedError where the kernels cannot take it."""
+        self._set_model(spec, page_size)
+        biases = [b for b in (weights.q_bias, weights.k_bias, weights.v_bias) if b is not None]
+        if len(biases) not in (0, 3):
+            raise UnsupportedError(
+                f"layer {layer} has a bias on {len(biases)} of query, key and value: all or none"
+            )
+        return _cpu.AttentionBlock(
+            self._context,
+            self._cache,
+            layer,
+            spec.norm_eps,
+            spec.head_dim**-0.5,
+            weights.norm,
+            *(stored(t) for t in (weights.q, weights.k, weights.v, weights.o)),
+            bias=np.concatenate(biases).astype(np.float32) if biases else None,
+            q_norm=weights.q_norm,
+            k_norm=weights.k_norm,
+        )
+
+    def run(self, block: Any, hidden: F32, batch: Batch) -> None:
+        """hidden [n, d_model] += the block's output for the batch."""
+        block.run(self._context, self._step_of(batch), hidden)
+
+    def _set_model(self, spec: ModelSpec, page_size: int) -> None:
+        if self._spec is not None:
+            if (spec, page_size) != (self._spec, self._page_size):
+                raise ValueError("one backend serves one model and page size; make another")
+            return
+        if spec.n_heads % spec.n_kv_heads:
+            raise UnsupportedError(
+                f"{spec.n_heads} query heads do not divide among {spec.n_kv_heads} KV heads"
+            )
+        if spec.head_dim % 8:
+            raise UnsupportedError(f"head_dim must be a multiple of 8, got {spec.head_dim}")
+        fmt = open_format(spec.cache_spec(), page_size)
+        self._cache = _cpu.CacheLayout(
+            self._context,
+            page_size,
+            spec.n_kv_heads,
+            spec.head_dim,
+            spec.n_heads // spec.n_kv_heads,
+            SPLIT_PAGES,
+            [_plane(p) for p in fmt.keys],
+            [_plane(p) for p in fmt.values],
+            fmt.page_bytes,
+        )
+        self._spec, self._page_size = spec, page_size
+        for other in self._formats:
+            self._register(other)
+
+    def _register(self, fmt: PageFormat) -> None:
+        keys, values = [_plane(p) for p in fmt.keys], [_plane(p) for p in fmt.values]
+        self._cache.add_format(self._context, keys, values, fmt.page_bytes)
+
+    def _step_of(self, batch: Batch) -> Any:
+        if batch is not self._batch:
+            n = np.diff(batch.row_start)
+            self._grow_tables(int((batch.position + n).max(initial=0)))
+            self._step = _cpu.Step(
+                self._context,
+                self._cache,
+                batch.memory,
+                batch.row_start,
+                batch.position,
+                batch.entry_start,
+                batch.page_offset,
+                batch.page_format,
+                batch.open_offset,
+                self._cos,
+                self._sin,
+            )
+            self._batch = batch
+        return self._step
+
+    def _grow_tables(self, n: int) -> None:
+        if n > len(self._cos) or not len(self._cos):
+            assert self._spec is not None
+            size = _FIRST_POSITIONS
+            while size < n:
+                size *= 2
+            self._cos, self._sin = rope_tables(self._spec.rope, size)
+
+
+def stored(tensor: Tensor) -> Any:
+    """A tensor as the kernels take it."""
+    return _cpu.Stored(tensor.name, tensor.dtype, tensor.rows, tensor.cols, tensor.data, tensor.row_order)
+
+
+def _plane(placed: PlacedPlane) -> tuple[int, bool, int]:
+    return placed.codec.kernel_id, placed.codec.rotates(placed.plane), placed.offset

@@ -1,0 +1,297 @@
+"""The C++ attention over pages: right, bit-identical however it is run, and confined to its pages."""
+
+from __future__ import annotations
+
+import numpy as np
+import octavo.ops._cpu as _cpu
+import pytest
+
+from octavo.codecs.base import Role
+from octavo.errors import CodecRangeError
+from octavo.models.rope import rope_tables
+from octavo.models.spec import RopeSpec
+
+from .paged_world import F32, SPLIT_PAGES, Seq, Shape, World, reference
+
+ISAS = [isa for isa in ("portable", "avx2", "avx512") if _cpu.have_isa(isa)]
+EACH_FORMAT = [("f32", "f32"), ("f16", "f16"), ("bf16", "bf16"), ("int8", "int8"), ("int4", "int4")]
+MIXED = [
+    ("f16", "f16"),
+    ("int4", "int4"),
+    ("int8", "int8"),
+    ("int8", "int4"),
+    ("int4", "f32"),
+    ("bf16", "int8"),
+]
+
+
+def same_bits(a: F32, b: F32) -> bool:
+    return np.array_equal(a.view(np.uint32), b.view(np.uint32))
+
+
+def check(world: World, seq: Seq, *, tolerance: float = 2e-6) -> None:
+    """Outputs near the definition, and (without rotary embedding, where exact keys are known) sealed bytes
+    equal to it."""
+    out = seq.outputs()
+    for layer in range(world.shape.n_layers):
+        expected, keys, values = reference(world, seq, layer, out.shape[1])
+        assert np.isfinite(out[layer]).all()
+        assert np.abs(out[layer] - expected).max() <= tolerance * np.abs(expected).max()
+        for page in range(out.shape[1] // world.shape.page_size):
+            span = slice(page * world.shape.page_size, (page + 1) * world.shape.page_size)
+            fmt = world.formats[seq.format_of(page)]
+            for placed, exact in ((fmt.keys[layer], keys), (fmt.values[layer], values)):
+                if (world.sin != 0).any() and placed.plane.role is Role.KEY:
+                    continue
+                begin = seq.pages[page] + placed.offset
+                stored = world.memory[begin : begin + placed.n_bytes]
+                assert np.array_equal(
+                    stored, placed.codec.encode(np.ascontiguousarray(exact[span]), placed.plane)
+                )
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("codecs", EACH_FORMAT, ids=lambda c: c[0])
+@pytest.mark.parametrize("key_bias", [False, True])
+def test_each_codec(isa: str, codecs: tuple[str, str], key_bias: bool) -> None:
+    world = World(Shape(n_layers=2, key_bias=key_bias), [codecs], isa=isa)
+    seq = world.sequence(330)
+    world.run(seq, [100, 1, 1, 100, 64, 64])
+    check(world, seq)
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("head_dim", [8, 16, 32, 40, 64, 80, 96, 128, 256])
+def test_shapes(page_size: int, head_dim: int) -> None:
+    for n_kv_heads, group in ((1, 1), (3, 3), (2, 7), (1, 16)):
+        shape = Shape(page_size, n_kv_heads, group, head_dim)
+        world = World(shape, MIXED, pages=16, seed=group)
+        seq = world.sequence(3 * page_size + 5, lambda page: (page * 2 + 1) % len(MIXED), seed=head_dim)
+        world.run(seq, [page_size - 1, 1, page_size + 3, page_size - 1, 1, 1, 1])
+        check(world, seq, tolerance=5e-6)
+
+
+@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 63, 64, 65, 255, 256, 257, 300])
+def test_page_edges(length: int) -> None:
+    """From an empty prefix to every kind of edge, the next tokens one by one over it."""
+    world = World(Shape(n_kv_heads=1, group=2), [("int8", "int4")])
+    seq = world.sequence(length + 3)
+    world.run(seq, [length, 1, 1, 1])
+    check(world, seq)
+
+
+def test_mixed_formats_in_one_split() -> None:
+    world = World(Shape(n_kv_heads=2, group=2), MIXED)
+    seq = world.sequence(700, lambda page: page % len(MIXED))
+    world.run(seq, [300, 1, 399])
+    check(world, seq)
+
+
+@pytest.mark.parametrize("codecs", [*EACH_FORMAT, ("int8", "int4")], ids="+".join)
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_chunks_do_not_change_a_bit(codecs: tuple[str, str], page_size: int) -> None:
+    n = 9 * page_size + 5  # into the second split
+    chunkings = [[n], [1] * n, [7] * (n // 7) + [n % 7] * (n % 7 > 0), [page_size] * 9 + [5], [n - 1, 1]]
+    results = []
+    for chunks in chunkings:
+        world = World(Shape(page_size, 2, 3, 64), [codecs], seed=len(chunks))
+        seq = world.sequence(n)
+        out = world.run(seq, [c for c in chunks if c])
+        results.append((out, [world.sealed(seq, p) for p in range(9)]))
+    for out, pages in results[1:]:
+        assert same_bits(out, results[0][0])
+        assert all(np.array_equal(a, b) for a, b in zip(pages, results[0][1], strict=True))
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_threads_and_batch_mates_do_not_change_a_bit(group: int, threads: int) -> None:
+    """Alone on one thread, against in a batch on several: lengths from none to several splits, all
+    formats."""
+    shape = Shape(16, 2, group, 64)
+    prefixes = [0, 5, 16, 130, 400, 31]
+    tails = [3, 1, 16, 1, 40, 1]
+
+    def format_of(page: int) -> int:
+        return page % len(MIXED)
+
+    alone = []
+    for i, (prefix, tail) in enumerate(zip(prefixes, tails, strict=True)):
+        world = World(shape, MIXED, seed=i)
+        seq = world.sequence(prefix + tail, format_of, seed=i)
+        alone.append(world.run(seq, [n for n in (prefix, tail) if n])[:, prefix:])
+    world = World(shape, MIXED, threads=threads, pages=128)
+    seqs = [
+        world.sequence(p + t, format_of, seed=i) for i, (p, t) in enumerate(zip(prefixes, tails, strict=True))
+    ]
+    world.step(*[(s, p) for s, p in zip(seqs, prefixes, strict=True) if p])
+    order = [3, 0, 5, 1, 4, 2]
+    world.step(*[(seqs[i], tails[i]) for i in order])
+    world.check_gaps()
+    for seq, expected in zip(seqs, alone, strict=True):
+        assert same_bits(seq.out[-1], expected)
+
+
+def test_unused_slots_are_never_read() -> None:
+    """Slots past the last token hold NaN, then huge numbers, in both open pages and pages yet to be
+    sealed."""
+    results = []
+    for fill in (0xFF, 0x7E, 0x00):
+        world = World(Shape(n_kv_heads=1, group=5), [("f32", "f32")])
+        seq = world.sequence(45)
+        offset = seq.open_offset
+        world.memory[offset : offset + world.open_format.page_bytes] = fill
+        results.append(world.run(seq, [7, 1, 1, 3, 1, 20, 12]))
+    assert np.isfinite(results[0]).all()
+    assert same_bits(results[0], results[1])
+    assert same_bits(results[0], results[2])
+
+
+def test_a_later_token_cannot_poison_an_earlier_one() -> None:
+    """An infinite value in a chunk reaches the rows that may see it, and no other."""
+    world = World(Shape(n_kv_heads=1, group=2), [("f16", "f16")])
+    clean, poisoned = world.sequence(20, seed=1), world.sequence(20, seed=1)
+    value = (world.shape.group + 1) * world.shape.head_dim
+    poisoned.qkv[:, 11, value:] = np.inf
+    world.step((clean, 20), (poisoned, 20))
+    assert same_bits(poisoned.out[0][:, :11], clean.out[0][:, :11])
+    assert not np.isfinite(poisoned.out[0][:, 11:]).any()
+
+
+def test_sharp_and_flat_scores() -> None:
+    """Scores far apart (all weight on one token, in any split) and all equal."""
+    world = World(Shape(n_kv_heads=1, group=1, page_size=16), [("f32", "f32")])
+    for at in (0, 100, 200, 299):
+        seq = world.sequence(300, seed=at)
+        d = world.shape.head_dim
+        seq.qkv[0, :, :d] = 1.0
+        seq.qkv[0, :, d : 2 * d] = 0.0
+        seq.qkv[0, at, d : 2 * d] = 500.0
+        out = world.run(seq, [300])
+        assert np.abs(out[0, 299] - seq.qkv[0, at, 2 * d :]).max() == 0
+        world.free += [*seq.pages, seq.open_offset]
+    seq = world.sequence(300, seed=7)
+    seq.qkv[0, :, :d] = 0.0
+    out = world.run(seq, [299, 1])
+    assert np.allclose(out[0, 299], seq.qkv[0, :, 2 * d :].mean(axis=0), atol=1e-6)
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_extreme_codes(codec: str) -> None:
+    """Every code at the end of its range. Scores reach 100, so their rounding alone is 1e-5 in a weight."""
+    world = World(Shape(n_kv_heads=2, group=3), [(codec, codec)])
+    seq = world.sequence(200)
+    keys = world.shape.group * 2 * 64
+    seq.qkv[0, :, keys:] = np.sign(seq.qkv[0, :, keys:]) * 3
+    world.run(seq, [199, 1])
+    check(world, seq, tolerance=2e-5)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("rope_dim", [64, 48])
+def test_query_key_norm_and_rotary_embedding(isa: str, rope_dim: int) -> None:
+    rng = np.random.default_rng(5)
+    rope = rope_tables(RopeSpec(10000.0, rope_dim), 400)
+    world = World(Shape(n_kv_heads=2, group=2), [("f32", "f32")], rope=rope, isa=isa)
+    world.q_norm = rng.uniform(0.5, 1.5, 64).astype(np.float32)
+    world.k_norm = rng.uniform(0.5, 1.5, 64).astype(np.float32)
+    seq = world.sequence(300)
+    world.run(seq, [200, 1, 99])
+    check(world, seq, tolerance=5e-6)
+    # Bit-equality holds with these in the path too.
+    other = World(Shape(n_kv_heads=2, group=2), [("f32", "f32")], rope=rope, isa=isa, threads=2)
+    other.q_norm, other.k_norm = world.q_norm, world.k_norm
+    again = other.sequence(300)
+    assert same_bits(other.run(again, [1] * 33 + [250, 17]), seq.outputs())
+
+
+@pytest.mark.parametrize("codecs", [("f16", "f16"), ("int8", "int8"), ("int4", "int4")], ids=lambda c: c[0])
+@pytest.mark.parametrize("split", [[64], [40, 24], [63, 1], [1] * 64])
+def test_sealing_errors_name_layer_role_and_token(codecs: tuple[str, str], split: list[int]) -> None:
+    width = Shape().width
+    for role, column in (("key", width - 6 * 64 + 2 * 64 + 5), ("value", width - 64 + 5)):
+        world = World(Shape(n_layers=2), [codecs])
+        seq = world.sequence(64)
+        seq.qkv[1, 37, column] = np.nan
+        with pytest.raises(
+            CodecRangeError, match=rf"{codecs[0]} .* {role} of head 2: .*NaN.*layer 1, token 37"
+        ):
+            world.run(seq, split)
+
+
+def test_scale_overflow_names_the_page() -> None:
+    world = World(Shape(), [("int8", "int8")])
+    seq = world.sequence(96)
+    seq.qkv[0, 40, -1] = 1e7
+    with pytest.raises(CodecRangeError, match=r"int8 .*value of head 2: a scale.*layer 0, tokens 32 to 63"):
+        world.run(seq, [96])
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+@pytest.mark.parametrize("role", ["key", "value"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_damaged_scale_is_an_error(codec: str, role: str, threads: int) -> None:
+    world = World(Shape(), [(codec, codec)], threads=threads)
+    seq = world.sequence(400)
+    world.run(seq, [399])
+    placed = (world.formats[0].keys if role == "key" else world.formats[0].values)[0]
+    n_codes = placed.plane.n_values // (2 if codec == "int4" else 1)
+    scales = world.memory[seq.pages[9] + placed.offset + n_codes :][:8].view(np.float16)
+    scales[2] = 0
+    with pytest.raises(
+        CodecRangeError, match=rf"{codec} .*{role} of head 0: a stored scale.*layer 0, page 9"
+    ):
+        world.run(seq, [1])
+
+
+def test_scratch_does_not_grow_once_warm() -> None:
+    world = World(Shape(), [("int8", "int8")], threads=2)
+    seq = world.sequence(300)
+    world.run(seq, [256, 1])
+    held = world.context.scratch_bytes
+    world.run(seq, [1] * 40)
+    assert world.context.scratch_bytes == held
+
+
+BAD_BATCHES = {
+    "format": (lambda b: b["page_format"].__setitem__(0, 9), "format"),
+    "page past the end": (lambda b: b["page_offset"].__setitem__(1, 1 << 40), "page_offset"),
+    "page before the start": (lambda b: b["page_offset"].__setitem__(1, -64), "page_offset"),
+    "page off its alignment": (lambda b: b["page_offset"].__setitem__(1, 68), "page_offset"),
+    "no open page": (lambda b: b["open_offset"].__setitem__(0, -1), "open_offset"),
+    "open page past the end": (lambda b: b["open_offset"].__setitem__(0, 1 << 40), "open_offset"),
+    "rows that fall": (lambda b: b["row_start"].__setitem__(1, 120), "row_start"),
+    "rows that do not start": (lambda b: b["row_start"].__setitem__(0, 1), "begin with 0"),
+    "negative position": (lambda b: b["position"].__setitem__(0, -1), "position"),
+    "position past the table": (lambda b: b["position"].__setitem__(1, 4095), "position"),
+    "too few entries": (lambda b: b["entry_start"].__setitem__(1, 1), "entries"),
+    "entries that overlap": (lambda b: b["entry_start"].__setitem__(2, 9), "entries"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_BATCHES)
+def test_contradictory_batches_are_refused(kind: str) -> None:
+    world = World(Shape(), [("int8", "int8")])
+    arrays = world.arrays([(world.sequence(70), 70), (world.sequence(40), 40)])
+    world.build(arrays)
+    damage, message = BAD_BATCHES[kind]
+    damage(arrays)
+    with pytest.raises(ValueError, match=message):
+        world.build(arrays)
+
+
+def test_contradictory_formats_are_refused() -> None:
+    world = World(Shape(), [("int8", "int8")])
+    good = {"keys": [(3, False, 0)], "values": [(3, False, 8192)], "page_bytes": 16384}
+    world.cache.add_format(world.context, **good)
+    for change, message in (
+        ({"keys": [(5, False, 0)]}, "kernel id 5"),
+        ({"keys": [(3, False, 32)]}, "multiples of 64"),
+        ({"page_bytes": 12000}, "past its page"),
+        ({"keys": [(3, False, 0)] * 2, "values": [(3, False, 8192)] * 2}, "2 layers"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            world.cache.add_format(world.context, **{**good, **change})
+    for page_size, head_dim, message in ((24, 64, "page_size"), (32, 60, "head_dim"), (0, 64, "page_size")):
+        with pytest.raises(ValueError, match=message):
+            _cpu.CacheLayout(world.context, page_size, 1, head_dim, 1, SPLIT_PAGES, [], [], 0)
