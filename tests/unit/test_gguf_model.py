@@ -166,6 +166,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"llama.rope.dimension_count": 8}, "8 of 16 channels"),
     ({"llama.attention.value_length": 8}, "keys of 16 and values of 8"),
     ({"llama.rope.scaling.type": "longrope"}, "longrope"),
+    ({"llama.rope.scaling.attn_factor": 1.5}, r"attn_factor = 1\.5 without YaRN"),
     ({"llama.attention.head_count_kv": [2, 1]}, r"head_count_kv differs between layers \(\[1, 2\]\)"),
     ({"tokenizer.ggml.pre": "tekken"}, "pre-tokenizer 'tekken'"),
     ({"tokenizer.ggml.model": "rwkv"}, "tokenizer.ggml.model 'rwkv'"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import unicodedata
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -255,6 +256,19 @@ def test_half_a_surrogate_pair_is_a_request_error(smollm_pair: Any) -> None:
     tokenizer, _ = smollm_pair
     with pytest.raises(RequestError, match="character 3"):
         tokenizer.encode("abc\ud83d")
+
+
+def test_threads_do_not_disturb_each_other(qwen_pair: Any) -> None:
+    tokenizer, _ = qwen_pair
+    samples = [f"{n} <|im_start|>word {n * 'é'} x" for n in range(60)]
+    expected = [(tokenizer.encode(t), tokenizer.encode(t, parse_special=True)) for t in samples]
+
+    def work(_: int) -> bool:
+        found = [(tokenizer.encode(t), tokenizer.encode(t, parse_special=True)) for t in samples]
+        return found == expected and [tokenizer.decode(ids) for ids, _ in found] == samples
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(16)))
 
 
 @pytest.mark.parametrize("token_id", [-1, 49152, 10**9])

@@ -114,9 +114,11 @@ def _disk_full(entry: CatalogEntry, directory: Path) -> LoadError:
 
 def _bytes_in(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*"):
-        with suppress(OSError):  # pip moves and deletes files meanwhile
-            total += path.stat().st_size if path.is_file() else 0
+    # pip moves and deletes files and folders meanwhile; os.walk passes over folders that are gone.
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                total += os.stat(os.path.join(place, name)).st_size
     return total
 
 

@@ -276,6 +276,9 @@ class _ModelReader:
         ):  # files from before rope.scaling existed
             kind, factor = "linear", self.number("rope.scale_linear")
         explicit = "rope_freqs.weight" in self.file.tensors
+        extra = self.number("rope.scaling.yarn_attn_factor", self.number("rope.scaling.attn_factor", 1.0))
+        if kind != "yarn" and extra != 1.0:
+            raise UnsupportedError(f"{self.where}: rope.scaling.attn_factor = {extra:g} without YaRN")
         if kind not in ("none", "linear", "yarn"):
             raise UnsupportedError(
                 f"{self.where}: rope.scaling.type {kind!r}; supported: none, linear, yarn, rope_freqs"
@@ -298,7 +301,6 @@ class _ModelReader:
                 f"{self.where}: rope.scaling.yarn_ext_factor other than 1 is not supported"
             )
         # The file's factor multiplies YaRN's own; ours replaces it.
-        extra = self.number("rope.scaling.yarn_attn_factor", self.number("rope.scaling.attn_factor", 1.0))
         return RopeScaling(
             "yarn",
             factor=factor,
