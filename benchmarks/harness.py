@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 from benchmarks import machine
 from benchmarks.protocol import ROOT
+from octavo.models.loading.load import locate_model
 
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -26,13 +26,14 @@ class BenchmarkError(Exception):
 
 
 def model_path(name: str) -> Path:
-    """The GGUF file of a catalog name. Raises BenchmarkError, saying how to fetch it."""
-    base = os.environ.get("OCTAVO_MODELS")
-    folder = Path(base) if base else Path.home() / ".cache" / "octavo" / "models"
-    path = folder / f"{name}.gguf"
-    if not path.exists():
-        raise BenchmarkError(f"{path} is not there; fetch it with: octavo pull {name}")
-    return path
+    """The file of a catalog name, fetched if need be. Raises octavo.errors.LoadError."""
+    return locate_model(name).path
+
+
+def load(name: str) -> dict[str, Any] | None:
+    """What `save` wrote, or None."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
 
 
 def save(name: str, settings: dict[str, Any], results: Any) -> Path:
@@ -60,9 +61,6 @@ class Spread:
     low: float
     high: float
     n: int
-
-    def __str__(self) -> str:
-        return f"{self.median:.1f} ({self.low:.1f}-{self.high:.1f}, n={self.n})"
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:

@@ -14,6 +14,9 @@ from octavo import LLM, SamplingParams, __version__
 from octavo.config import CachePolicy
 from octavo.engine.messages import Delta, PromptProgress
 
+#: Prompt tokens per step: llama.cpp's default batch.
+CHUNK = 512
+
 
 class OctavoWorker:
     def __init__(self) -> None:
@@ -31,6 +34,7 @@ class OctavoWorker:
             threads=threads,
             max_model_len=n_ctx,
             max_num_seqs=1,
+            step_tokens=CHUNK,
         )
         info = self._llm.engine.info
         return {
@@ -39,6 +43,9 @@ class OctavoWorker:
             "n_ctx": info.max_model_len,
             "bytes_per_token": info.bytes_per_token,
         }
+
+    def close(self) -> None:
+        self._llm.close()
 
     def tokenize(self, text: str) -> Mapping[str, Any]:
         return {"tokens": self._llm.tokenizer.encode(text, add_special=False)}
@@ -56,6 +63,8 @@ class OctavoWorker:
                 seconds[str(event.done_tokens)] = now
             elif isinstance(event, Delta):
                 seconds[str(len(tokens))] = now
+        if missed := wanted - {int(mark) for mark in seconds}:
+            raise ValueError(f"no step of {CHUNK} tokens ends at {sorted(missed)}")
         return {"seconds": seconds}
 
     def decode(self, context: int, n: int) -> Mapping[str, Any]:
@@ -115,3 +124,4 @@ if __name__ == "__main__":
         "load": worker.load, "tokenize": worker.tokenize, "prefill": worker.prefill, "decode": worker.decode,
         "decode_clock": worker.decode_clock, "read": worker.read, "nll": worker.nll, "greedy": worker.greedy,
     })  # fmt: skip
+    worker.close()

@@ -85,8 +85,12 @@ def main() -> None:
     parser.add_argument("--oracles", default="llama.cpp,transformers")
     parser.add_argument("--backend", default="cpu", choices=["cpu", "reference"])
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="the first model and oracle alone")
     args = parser.parse_args()
-    results = {m: measure(m, args.oracles.split(","), args.backend, args.threads) for m in args.models.split(",")}
+    models, oracles = args.models.split(","), args.oracles.split(",")
+    if args.quick:
+        models, oracles = models[:1], oracles[:1]
+    results = {m: measure(m, oracles, args.backend, args.threads) for m in models}
     print("\n" + markdown(results))
     settings = {"backend": args.backend, "threads": args.threads, "n_tokens": N_TOKENS}
     print(f"\nwritten to {save('oracle', settings, results)}")

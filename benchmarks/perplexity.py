@@ -214,7 +214,13 @@ def main() -> None:
     args = parser.parse_args()
     plan = QUICK if args.quick else Plan()
     results = {m: measure(m, args.text, plan, args.threads, args.backend) for m in args.models.split(",")}
-    settings = {**asdict(plan), "text": args.text, "threads": args.threads, "backend": args.backend}
+    settings = {
+        **asdict(plan),
+        "quick": args.quick,
+        "text": args.text,
+        "threads": args.threads,
+        "backend": args.backend,
+    }
     print(f"written to {save('perplexity', settings, results)}")
 
 

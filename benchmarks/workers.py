@@ -19,4 +19,4 @@ def llama_worker() -> Worker:
 
 def transformers_worker() -> Worker:
     """Needs the extra `test`."""
-    return Worker("transformers", sys.executable, "benchmarks.transformers_worker")
+    return Worker("transformers", sys.executable, "benchmarks.transformers_worker", {"TQDM_DISABLE": "1"})

@@ -322,6 +322,13 @@ class AttentionRun {
                                       out_ + tile.first_row * token_step + head * group_ * d_);
   }
 
+  SealedPage sealed_page(const Step::OwnPage& own, size_t page) const {
+    const size_t entry = step_.entry_start_[own.segment] + page;
+    const LayerPlanes& planes = cache_.formats[step_.page_format_[entry]].layers[p_.layer];
+    const uint8_t* memory = step_.memory_ + step_.page_offset_[entry];
+    return {memory + planes.key_offset, memory + planes.value_offset, planes.key, planes.value};
+  }
+
   void attend_split(const Step::Tile& tile, size_t head, size_t split, const Partial& to, float* scratch) const {
     const Step::OwnPage& own = step_.own_[tile.own];
     const size_t first = split * shape_.split_pages, last = std::min(first + shape_.split_pages, own.page);
@@ -331,12 +338,7 @@ class AttentionRun {
     job.head = head;
     job.pages = pages;
     job.n_pages = last - first;
-    const size_t entry = step_.entry_start_[own.segment] + first;
-    for (size_t i = 0; i < job.n_pages; ++i) {
-      const LayerPlanes& planes = cache_.formats[step_.page_format_[entry + i]].layers[p_.layer];
-      const uint8_t* page = step_.memory_ + step_.page_offset_[entry + i];
-      pages[i] = {page + planes.key_offset, page + planes.value_offset, planes.key, planes.value};
-    }
+    for (size_t i = 0; i < job.n_pages; ++i) pages[i] = sealed_page(own, first + i);
     if (split + 1 == tile.n_splits) {
       const ExactPage exact = exact_page(own);
       job.own_keys = exact.keys + head * head_page_;

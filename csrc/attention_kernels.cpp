@@ -18,36 +18,58 @@ namespace {
 constexpr size_t kRows = 3;
 constexpr size_t kDirectRows = kRows;
 
-/// out[r][column ..] (= or +=) sum over i in order of w[r][i] * reader(i, column ..), for R rows and 8 N columns.
-template <int R, int N, class Reader>
-OCTAVO_INLINE void multiply_tile(const Reader& reader, size_t begin, size_t end, size_t column, const float* w,
-                                 size_t w_step, float* out, size_t out_step, bool fresh) {
-  f32x8 sum[R][N];
+/// out[r][column ..] (= or +=) sum over k in order of w[r][k] * row k of the reader, for R rows and 8 N columns; of
+/// these the vectors P, P + passes, ...
+template <int R, int N, int P, bool kAhead, class Reader>
+OCTAVO_INLINE void multiply_pass(const Reader& reader, size_t begin, size_t end, size_t column, const float* w,
+                                 size_t w_step, const uint8_t* ahead, size_t columns, float* out, size_t out_step,
+                                 bool fresh) {
+  constexpr int passes = N == 4 ? Reader::kPasses : 1, M = N / passes;
+  const auto at = [=](int r, int j) {
+    return out + static_cast<size_t>(r) * out_step + column + 8 * static_cast<size_t>(P + j * passes);
+  };
+  f32x8 sum[R][M];
   for (int r = 0; r < R; ++r)
-    for (int i = 0; i < N; ++i)
-      sum[r][i] = fresh ? set1(0.0f) : loadf(out + static_cast<size_t>(r) * out_step + column + 8 * static_cast<size_t>(i));
+    for (int j = 0; j < M; ++j) sum[r][j] = fresh ? set1(0.0f) : loadf(at(r, j));
+  auto cursor = reader.template at<N>(begin, column);
+  Ahead<Reader, N> fetch(ahead, columns, begin, column);
   for (size_t k = begin; k < end; ++k) {
-    f32x8 x[N];
-    reader.load(k, column, x);
-    for (int r = 0; r < R; ++r) {
-      const f32x8 weight = set1(w[static_cast<size_t>(r) * w_step + k]);
-      for (int i = 0; i < N; ++i) sum[r][i] = fma(weight, x[i], sum[r][i]);
+    if constexpr (kAhead && P == 0) fetch.next();
+    f32x8 weight[R];
+    for (int r = 0; r < R; ++r) weight[r] = set1(w[static_cast<size_t>(r) * w_step + k]);
+    for (int j = 0; j < M; ++j) {
+      const f32x8 x = cursor.get(P + j * passes);
+      for (int r = 0; r < R; ++r) sum[r][j] = fma(weight[r], x, sum[r][j]);
     }
+    cursor.next();
   }
   for (int r = 0; r < R; ++r)
-    for (int i = 0; i < N; ++i)
-      store(out + static_cast<size_t>(r) * out_step + column + 8 * static_cast<size_t>(i), sum[r][i]);
+    for (int j = 0; j < M; ++j) store(at(r, j), sum[r][j]);
+}
+
+/// All vectors of a tile.
+template <int R, int N, bool kAhead, class Reader>
+OCTAVO_INLINE void multiply_tile(const Reader& reader, size_t begin, size_t end, size_t column, const float* w,
+                                 size_t w_step, const uint8_t* ahead, size_t columns, float* out, size_t out_step,
+                                 bool fresh) {
+  multiply_pass<R, N, 0, kAhead>(reader, begin, end, column, w, w_step, ahead, columns, out, out_step, fresh);
+  if constexpr (N == 4 && Reader::kPasses == 2)
+    multiply_pass<R, N, 1, kAhead>(reader, begin, end, column, w, w_step, ahead, columns, out, out_step, fresh);
 }
 
 /// The same for up to kRows rows and all columns.
-template <class Reader>
+template <bool kAhead, class Reader>
 OCTAVO_INLINE void multiply_rows(const Reader& reader, size_t begin, size_t end, size_t columns, size_t n,
-                                 const float* w, size_t w_step, float* out, size_t out_step, bool fresh) {
+                                 const float* w, size_t w_step, const uint8_t* ahead, float* out, size_t out_step,
+                                 bool fresh) {
   for_tiles(columns, [&]<int N>(size_t c) {
+    const auto tile = [&]<int R>() {
+      multiply_tile<R, N, kAhead>(reader, begin, end, c, w, w_step, ahead, columns, out, out_step, fresh);
+    };
     switch (n) {
-      case 1: multiply_tile<1, N>(reader, begin, end, c, w, w_step, out, out_step, fresh); break;
-      case 2: multiply_tile<2, N>(reader, begin, end, c, w, w_step, out, out_step, fresh); break;
-      default: multiply_tile<3, N>(reader, begin, end, c, w, w_step, out, out_step, fresh); break;
+      case 1: tile.template operator()<1>(); break;
+      case 2: tile.template operator()<2>(); break;
+      default: tile.template operator()<3>(); break;
     }
   });
 }
@@ -55,23 +77,23 @@ OCTAVO_INLINE void multiply_rows(const Reader& reader, size_t begin, size_t end,
 /// n rows of w by a stored head, all of its rows and columns. False where a stored scale is bad.
 /// page, scales: page_size * head_dim floats of scratch each.
 __attribute__((noinline)) bool multiply_head(const PlaneShape& shape, Coding coding, size_t head, const uint8_t* plane,
-                                             size_t n, const float* w, size_t w_step, float* out, size_t out_step,
-                                             bool fresh, float* page, float* scales) {
+                                             size_t n, const float* w, size_t w_step, const uint8_t* ahead, float* out,
+                                             size_t out_step, bool fresh, float* page, float* scales) {
   const size_t rows = n_rows(shape, coding.role), columns = n_columns(shape, coding.role);
   if (n <= kDirectRows)
     return with_reader(shape, coding, head, plane, scales, [&](const auto& reader) {
-      multiply_rows(reader, 0, rows, columns, n, w, w_step, out, out_step, fresh);
+      multiply_rows<true>(reader, 0, rows, columns, n, w, w_step, ahead, out, out_step, fresh);
     });
   F32Reader decoded{reinterpret_cast<const uint8_t*>(page), columns};
   if (coding.codec == CodecId::f32) {
     decoded.p = plane + head_parts(shape, coding, head).codes;
   } else if (!with_reader(shape, coding, head, plane, scales,
-                          [&](const auto& reader) { read_all(reader, rows, columns, page); })) {
+                          [&](const auto& reader) { read_all(reader, rows, columns, ahead, page); })) {
     return false;
   }
   for (size_t r = 0; r < n; r += kRows)
-    multiply_rows(decoded, 0, rows, columns, min_of(n - r, kRows), w + r * w_step, w_step, out + r * out_step, out_step,
-                  fresh);
+    multiply_rows<false>(decoded, 0, rows, columns, min_of(n - r, kRows), w + r * w_step, w_step, nullptr,
+                  out + r * out_step, out_step, fresh);
   return true;
 }
 
@@ -83,10 +105,10 @@ __attribute__((noinline)) void multiply_own_values(const SplitJob& job, const fl
   const F32Reader reader{reinterpret_cast<const uint8_t*>(job.own_values), d};
   for (size_t r = 0; r < job.n_rows; r += kRows) {
     const size_t n = min_of(job.n_rows - r, kRows), shared = job.own_slot + r / group + 1;
-    multiply_rows(reader, 0, shared, d, n, w + r * w_step, w_step, out + r * d, d, fresh);
+    multiply_rows<false>(reader, 0, shared, d, n, w + r * w_step, w_step, nullptr, out + r * d, d, fresh);
     for (size_t i = r + 1; i < r + n; ++i) {
       const size_t end = job.own_slot + i / group + 1;
-      if (end > shared) multiply_rows(reader, shared, end, d, 1, w + i * w_step, w_step, out + i * d, d, false);
+      if (end > shared) multiply_rows<false>(reader, shared, end, d, 1, w + i * w_step, w_step, nullptr, out + i * d, d, false);
     }
   }
 }
@@ -118,6 +140,24 @@ size_t split_scratch(const AttentionShape& shape, size_t n_rows) {
   return n_rows * (shape.split_pages * shape.plane.page_size + shape.plane.head_dim) + 2 * page;
 }
 
+struct PlaneView {
+  Coding coding;
+  const uint8_t* plane;
+};
+OCTAVO_INLINE PlaneView sealed_key(const SplitJob& job, size_t p) { return {job.pages[p].key, job.pages[p].keys}; }
+OCTAVO_INLINE PlaneView sealed_value(const SplitJob& job, size_t p) { return {job.pages[p].value, job.pages[p].values}; }
+
+/// Asks for a head's scales, and returns where its codes begin.
+OCTAVO_INLINE const uint8_t* fetch_scales(const PlaneShape& shape, const PlaneView& view, size_t head) {
+  const HeadParts parts = head_parts(shape, view.coding, head);
+  const size_t bytes = 2 * n_scales(shape, view.coding);
+  for (size_t i = 0; i < bytes; i += 64) {
+    __builtin_prefetch(view.plane + parts.scales + i);
+    if (view.coding.codec == CodecId::int4) __builtin_prefetch(view.plane + parts.minima + i);
+  }
+  return view.plane + parts.codes;
+}
+
 int attend_split(const SplitJob& job, const Partial& out) {
   const PlaneShape& shape = job.shape->plane;
   const size_t d = shape.head_dim, tokens = shape.page_size, n = job.n_rows;
@@ -130,15 +170,18 @@ int attend_split(const SplitJob& job, const Partial& out) {
   for (size_t p = 0; p < job.n_pages; ++p) {
     const SealedPage& sealed = job.pages[p];
     const float* q = sealed.key.rotated ? job.q_rotated : job.q;
-    if (!multiply_head(shape, sealed.key, job.head, sealed.keys, n, q, d, score + p * tokens, step, true, page, scales))
+    const uint8_t* ahead = p + 1 < job.n_pages ? fetch_scales(shape, sealed_key(job, p + 1), job.head)
+                                               : fetch_scales(shape, sealed_value(job, 0), job.head);
+    if (!multiply_head(shape, sealed.key, job.head, sealed.keys, n, q, d, ahead, score + p * tokens, step, true, page,
+                       scales))
       return static_cast<int>(2 * p);
   }
   size_t before = job.n_pages * tokens;
   if (job.own_keys != nullptr) {
     constexpr Coding exact{CodecId::f32, Role::key, false};
     const PlaneShape one{tokens, 1, d};
-    multiply_head(one, exact, 0, reinterpret_cast<const uint8_t*>(job.own_keys), n, job.q, d, score + before, step,
-                  true, page, scales);
+    multiply_head(one, exact, 0, reinterpret_cast<const uint8_t*>(job.own_keys), n, job.q, d,
+                  reinterpret_cast<const uint8_t*>(job.own_values), score + before, step, true, page, scales);
   }
   for (size_t r = 0; r < n; ++r) {
     const size_t own = job.own_keys != nullptr ? job.own_slot + r / job.shape->group + 1 : 0;
@@ -150,8 +193,9 @@ int attend_split(const SplitJob& job, const Partial& out) {
     const SealedPage& sealed = job.pages[p];
     bool& fresh = sealed.value.rotated ? rotated_fresh : plain_fresh;
     float* to = sealed.value.rotated ? rotated : out.accumulator;
-    if (!multiply_head(shape, sealed.value, job.head, sealed.values, n, score + p * tokens, step, to, d, fresh, page,
-                       scales))
+    const uint8_t* ahead = fetch_scales(shape, sealed_value(job, min_of(p + 1, job.n_pages - 1)), job.head);
+    if (!multiply_head(shape, sealed.value, job.head, sealed.values, n, score + p * tokens, step, ahead, to, d, fresh,
+                       page, scales))
       return static_cast<int>(2 * p + 1);
     fresh = false;
   }

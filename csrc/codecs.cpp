@@ -194,7 +194,7 @@ CodecStatus encode_head(const PlaneShape& shape, Coding coding, size_t head, con
 CodecStatus decode_head(const PlaneShape& shape, Coding coding, size_t head, const uint8_t* plane, float* scratch,
                         float* out) {
   const bool ok = with_reader(shape, coding, head, plane, scratch, [&](const auto& reader) {
-    read_all(reader, n_rows(shape, coding.role), n_columns(shape, coding.role), out);
+    read_all(reader, n_rows(shape, coding.role), n_columns(shape, coding.role), plane, out);
   });
   return ok ? CodecStatus::ok : CodecStatus::bad_scale;
 }

@@ -1,8 +1,11 @@
 // Readers: a head's stored plane as rows of f32, a few vectors at a time. Rows are channels and columns tokens for keys,
 // rows tokens and columns channels for values. Kernel sources only, as simd.hpp.
 //
-// A reader's load<N>(row, column, x) gives x[0..N) = the values at columns column .. column + 8 N, in the stored basis.
-// N is 1, 2 or 4; a caller covers a row by fours, then a two, then a one, which are the runs that int4 packs by.
+// A reader's at<N>(r, c) is a cursor on the 8 N values of row r from column c on: get(i) is the i-th vector, in the stored
+// basis, next() goes to the row below. N is 1, 2 or 4: a caller covers a row by fours, then a two, then a one, which are
+// the runs that int4 packs by. kPasses: in how many passes a caller should take a four, so that its sums and what the
+// reader holds fit into 16 registers; pass p takes vectors p, p + kPasses, ... (two vectors of int4 come from the same
+// bytes).
 #pragma once
 
 #include "codecs.hpp"
@@ -57,87 +60,154 @@ OCTAVO_INLINE HeadParts head_parts(const PlaneShape& s, Coding c, size_t head) {
 }
 
 struct F32Reader {
+  static constexpr size_t kBits = 32;
+  static constexpr int kPasses = 1;
   const uint8_t* p;
   size_t columns;
+
+  struct Cursor {
+    const uint8_t* p;
+    size_t step;
+    OCTAVO_MEMBER f32x8 get(int i) const { return load<f32x8>(p + 32 * i); }
+    OCTAVO_MEMBER void next() { p += step; }
+  };
   template <int N>
-  OCTAVO_MEMBER void load(size_t row, size_t column, f32x8 (&x)[N]) const {
-    const uint8_t* q = p + 4 * (row * columns + column);
-    for (int i = 0; i < N; ++i) x[i] = octavo::OCTAVO_ISA::load<f32x8>(q + 32 * i);
+  OCTAVO_MEMBER Cursor at(size_t r, size_t c) const {
+    return {p + 4 * (r * columns + c), 4 * columns};
   }
 };
 
 struct F16Reader {
+  static constexpr size_t kBits = 16;
+  static constexpr int kPasses = 1;
   const uint8_t* p;
   size_t columns;
+
+  struct Cursor {
+    const uint8_t* p;
+    size_t step;
+    OCTAVO_MEMBER f32x8 get(int i) const { return load_f16(p + 16 * i); }
+    OCTAVO_MEMBER void next() { p += step; }
+  };
   template <int N>
-  OCTAVO_MEMBER void load(size_t row, size_t column, f32x8 (&x)[N]) const {
-    const uint8_t* q = p + 2 * (row * columns + column);
-    for (int i = 0; i < N; ++i) x[i] = load_f16(q + 16 * i);
+  OCTAVO_MEMBER Cursor at(size_t r, size_t c) const {
+    return {p + 2 * (r * columns + c), 2 * columns};
   }
 };
 
 struct BF16Reader {
+  static constexpr size_t kBits = 16;
+  static constexpr int kPasses = 1;
   const uint8_t* p;
   size_t columns;
+
+  struct Cursor {
+    const uint8_t* p;
+    size_t step;
+    OCTAVO_MEMBER f32x8 get(int i) const { return load_bf16(p + 16 * i); }
+    OCTAVO_MEMBER void next() { p += step; }
+  };
   template <int N>
-  OCTAVO_MEMBER void load(size_t row, size_t column, f32x8 (&x)[N]) const {
-    const uint8_t* q = p + 2 * (row * columns + column);
-    for (int i = 0; i < N; ++i) x[i] = load_bf16(q + 16 * i);
+  OCTAVO_MEMBER Cursor at(size_t r, size_t c) const {
+    return {p + 2 * (r * columns + c), 2 * columns};
   }
 };
 
 /// Keys: a scale per token (column) and group of channels (rows).
 struct Int8KeyReader {
+  static constexpr size_t kBits = 8;
+  static constexpr int kPasses = 1;
   const uint8_t* p;
   size_t columns;
   const float* scale;  // [ceil(head_dim / 32)][page_size]
+
+  struct Cursor {
+    const uint8_t* p;
+    size_t columns;
+    const float* scale;
+    size_t left;  // rows of this group
+    OCTAVO_MEMBER f32x8 get(int i) const { return to_f32(load_i8(p + 8 * i)) * loadf(scale + 8 * i); }
+    OCTAVO_MEMBER void next() {
+      p += columns;
+      if (--left == 0) {
+        left = kInt8Group;
+        scale += columns;
+      }
+    }
+  };
   template <int N>
-  OCTAVO_MEMBER void load(size_t row, size_t column, f32x8 (&x)[N]) const {
-    const uint8_t* q = p + row * columns + column;
-    const float* s = scale + row / kInt8Group * columns + column;
-    for (int i = 0; i < N; ++i) x[i] = to_f32(load_i8(q + 8 * i)) * loadf(s + 8 * i);
+  OCTAVO_MEMBER Cursor at(size_t r, size_t c) const {
+    return {p + r * columns + c, columns, scale + r / kInt8Group * columns + c, kInt8Group - r % kInt8Group};
   }
 };
 
 /// Values: a scale per token (row) and group of channels (columns).
 struct Int8ValueReader {
+  static constexpr size_t kBits = 8;
+  static constexpr int kPasses = 2;
   const uint8_t* p;
   size_t columns;
   const float* scale;  // [page_size][groups]
   size_t groups;
+
+  struct Cursor {
+    const uint8_t* p;
+    size_t columns;
+    const float* scale;
+    size_t groups;
+    OCTAVO_MEMBER f32x8 get(int i) const { return to_f32(load_i8(p + 8 * i)) * set1(*scale); }
+    OCTAVO_MEMBER void next() {
+      p += columns;
+      scale += groups;
+    }
+  };
   template <int N>
-  OCTAVO_MEMBER void load(size_t row, size_t column, f32x8 (&x)[N]) const {
-    const uint8_t* q = p + row * columns + column;
-    const f32x8 s = set1(scale[row * groups + column / kInt8Group]);
-    for (int i = 0; i < N; ++i) x[i] = to_f32(load_i8(q + 8 * i)) * s;
+  OCTAVO_MEMBER Cursor at(size_t r, size_t c) const {
+    return {p + r * columns + c, columns, scale + r * groups + c / kInt8Group, groups};
   }
 };
 
 /// Keys and values: a scale and a minimum per row and group of columns, at [row * row_step + group * group_step].
+/// code * scale is exact in f32, so fma gives the same bits as a product and a sum.
 struct Int4Reader {
+  static constexpr size_t kBits = 4;
+  static constexpr int kPasses = 2;
   const uint8_t* p;
   size_t columns;
   const float* scale;
   const float* minimum;
   size_t row_step, group_step;
+
   template <int N>
-  OCTAVO_MEMBER void load(size_t row, size_t column, f32x8 (&x)[N]) const {
-    const uint8_t* q = p + (row * columns + column) / 2;
-    const size_t at = row * row_step + column / kInt4Group * group_step;
-    const f32x8 s = set1(scale[at]), m = set1(minimum[at]);
-    const i32x8 low = set1i(15);
-    if constexpr (N == 1) {  // a run of 8: four bytes
-      uint32_t w;
-      __builtin_memcpy(&w, q, 4);
-      const u32x8 codes = u32x8{w, w, w, w, w, w, w, w} >> u32x8{0, 8, 16, 24, 4, 12, 20, 28};
-      x[0] = fma(to_f32(bits<i32x8>(codes) & low), s, m);
-    } else {  // code * scale is exact in f32, so fma and a product with a sum give the same bits
-      for (int i = 0; i < N / 2; ++i) {
-        const i32x8 both = load_u8(q + 8 * i);
-        x[i] = fma(to_f32(both & low), s, m);
-        x[i + N / 2] = fma(to_f32(both >> 4), s, m);
+  struct Cursor {
+    const uint8_t* p;
+    size_t step;
+    const float* scale;
+    const float* minimum;
+    size_t row_step;
+    OCTAVO_MEMBER f32x8 get(int i) const {
+      i32x8 code;
+      if constexpr (N == 1) {  // a run of 8: four bytes
+        uint32_t w;
+        __builtin_memcpy(&w, p, 4);
+        const u32x8 codes = u32x8{w, w, w, w, w, w, w, w} >> u32x8{0, 8, 16, 24, 4, 12, 20, 28};
+        code = bits<i32x8>(codes) & set1i(15);
+      } else {
+        const i32x8 both = load_u8(p + 8 * (i % (N / 2)));
+        code = i < N / 2 ? both & set1i(15) : both >> 4;
       }
+      return fma(to_f32(code), set1(*scale), set1(*minimum));
     }
+    OCTAVO_MEMBER void next() {
+      p += step;
+      scale += row_step;
+      minimum += row_step;
+    }
+  };
+  template <int N>
+  OCTAVO_MEMBER Cursor<N> at(size_t r, size_t c) const {
+    const size_t s = r * row_step + c / kInt4Group * group_step;
+    return {p + (r * columns + c) / 2, columns / 2, scale + s, minimum + s, row_step};
   }
 };
 
@@ -195,6 +265,20 @@ OCTAVO_INLINE bool with_reader(const PlaneShape& s, Coding c, size_t head, const
   __builtin_unreachable();
 }
 
+/// A cursor on another head's codes, to ask for their cache lines: while one page is read the next is on its way. Any
+/// address is allowed.
+template <class Reader, int N>
+struct Ahead {
+  const uint8_t* p;
+  size_t step;
+  OCTAVO_MEMBER Ahead(const uint8_t* codes, size_t columns, size_t r, size_t c)
+      : p(codes + (r * columns + c) * Reader::kBits / 8), step(columns * Reader::kBits / 8) {}
+  OCTAVO_MEMBER void next() {
+    for (size_t i = 0; i < N * Reader::kBits; i += 64) __builtin_prefetch(p + i);
+    p += step;
+  }
+};
+
 /// Calls f.template operator()<N>(column) for tiles of 8 N columns that cover `columns`.
 template <class F>
 OCTAVO_INLINE void for_tiles(size_t columns, F&& f) {
@@ -207,15 +291,18 @@ OCTAVO_INLINE void for_tiles(size_t columns, F&& f) {
   if (c < columns) f.template operator()<1>(c);
 }
 
-/// All rows of a reader into out [rows][columns].
+/// All rows of a reader into out [rows][columns]. ahead: another head's codes.
 template <class Reader>
-OCTAVO_INLINE void read_all(const Reader& reader, size_t rows, size_t columns, float* out) {
-  for (size_t r = 0; r < rows; ++r)
-    for_tiles(columns, [&]<int N>(size_t c) {
-      f32x8 x[N];
-      reader.load(r, c, x);
-      for (int i = 0; i < N; ++i) store(out + r * columns + c + 8 * static_cast<size_t>(i), x[i]);
-    });
+OCTAVO_INLINE void read_all(const Reader& reader, size_t rows, size_t columns, const uint8_t* ahead, float* out) {
+  for_tiles(columns, [&]<int N>(size_t c) {
+    auto cursor = reader.template at<N>(0, c);
+    Ahead<Reader, N> fetch(ahead, columns, 0, c);
+    for (size_t r = 0; r < rows; ++r) {
+      fetch.next();
+      for (int i = 0; i < N; ++i) store(out + r * columns + c + 8 * static_cast<size_t>(i), cursor.get(i));
+      cursor.next();
+    }
+  });
 }
 
 }  // namespace octavo::OCTAVO_ISA

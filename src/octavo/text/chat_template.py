@@ -166,7 +166,7 @@ class ControlGuard:
         """
         if role not in KNOWN_ROLES and any(role in text for text in self._texts):
             raise RequestError(
-                f"{where}.role: {role!r} is not a role; known: {', '.join(KNOWN_ROLES)}", param=where
+                f"{where}: {role!r} is not a role; known: {', '.join(KNOWN_ROLES)}", param=where
             )
 
     def marker_for(self, values: Iterable[Any]) -> str:

@@ -66,15 +66,15 @@ class FastTokenizer:
 
     def _encode_parts(self, parts: Iterable[str | SpecialToken]) -> list[int]:
         ids: list[int] = []
-        plain = self._parts.plain
+        plain, renumbered = self._parts.plain, self._parts.renumbered
         for part in parts:
             if isinstance(part, SpecialToken):
                 ids.append(part.id)
             else:
-                ids += _encode_plain(plain, part)
+                found = _encode_plain(plain, part)
+                ids += [renumbered.get(i, i) for i in found] if renumbered else found
             plain = self._parts.inner
-        renumbered = self._parts.renumbered
-        return [renumbered.get(i, i) for i in ids] if renumbered else ids
+        return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Bytes that are not UTF-8 become U+FFFD. Raises RequestError for an id outside the vocabulary."""
@@ -125,7 +125,7 @@ class FastTokenizer:
             )
         prepared = prepare_messages(messages)
         for i, message in enumerate(prepared):
-            self._guard.check_role(message["role"], f"messages[{i}]")
+            self._guard.check_role(message["role"], f"messages[{i}].role")
         try:
             marker = self._guard.marker_for([prepared, tools or (), template.source])
             guarded = self._guard.guard(prepared, marker)

@@ -113,8 +113,8 @@ def catalog_names() -> str:
 
 
 def did_you_mean(name: str) -> str:
-    near = difflib.get_close_matches(name.lower(), [entry.name for entry in CATALOG], n=1, cutoff=0.5)
-    return f" (did you mean {near[0]}?)" if near else ""
+    near = difflib.get_close_matches(name.lower(), [entry.name for entry in CATALOG], n=2, cutoff=0.6)
+    return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
 def models_dir() -> Path:

@@ -10,7 +10,7 @@ from octavo.errors import LoadError
 from octavo.models.loading.safetensors_model import read_config
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
-_GGUF = re.compile(rf"({_ID.pattern})/((?:[\w.-]+/)*[\w.-]+\.gguf)")
+_GGUF = re.compile(rf"({_ID.pattern})/((?:\w[\w.-]*/)*\w[\w.-]*\.gguf)")
 
 #: What a model's directory may need; other files (torch weights, other formats) are not fetched.
 PATTERNS = (
