@@ -33,7 +33,7 @@ from octavo.engine.runner import PROMPT_LOGIT_ROWS, Runner, StepHidden
 from octavo.engine.sampler import Sampler, token_logprob
 from octavo.engine.scheduler import ScheduledSequence, Scheduler
 from octavo.engine.snapshot import engine_stats, page_map
-from octavo.errors import CodecRangeError, OctavoError, OutOfPages, OverloadedError, RequestError
+from octavo.errors import CodecRangeError, EngineStopped, OutOfPages, OverloadedError, RequestError
 from octavo.ops.base import Ops
 from octavo.text.tokenizer import Tokenizer
 
@@ -43,10 +43,6 @@ log = logging.getLogger("octavo.engine")
 
 #: How long `close` waits for the step in progress.
 CLOSE_TIMEOUT_S = 30.0
-
-
-class EngineStopped(OctavoError):
-    """The engine was closed, or its thread has died, before the request was done."""
 
 
 @dataclass(frozen=True, slots=True)
