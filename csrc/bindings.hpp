@@ -25,6 +25,7 @@ constexpr const char* dtype_name() {
   if constexpr (std::is_same_v<T, int64_t>) return "int64";
   if constexpr (std::is_same_v<T, uint8_t>) return "uint8";
   if constexpr (std::is_same_v<T, int8_t>) return "int8";
+  if constexpr (std::is_same_v<T, int16_t>) return "int16";
 }
 
 [[noreturn]] void throw_array_error(const char* name, const char* dtype, std::initializer_list<int64_t> shape,

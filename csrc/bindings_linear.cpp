@@ -97,7 +97,7 @@ void bind_linear(nb::module_& m) {
         const int64_t n = static_cast<int64_t>(x.shape(0)), cols = static_cast<int64_t>(x.shape(1));
         if (cols % static_cast<int64_t>(kGroup) != 0) throw std::invalid_argument("x: columns must be a multiple of 32");
         const int64_t groups = cols / static_cast<int64_t>(kGroup);
-        int8_t* pc = out<int8_t>(codes, "codes", {n, cols});
+        int16_t* pc = out<int16_t>(codes, "codes", {n, cols});
         float* ps = out<float>(scales, "scales", {n, groups});
         run_locked(c, [&] {
           std::vector<ActGroup> row(static_cast<size_t>(groups));
@@ -105,14 +105,16 @@ void bind_linear(nb::module_& m) {
             c.kernels.linear.quantize_row(px + i * cols, static_cast<size_t>(cols), row.data());
             for (int64_t g = 0; g < groups; ++g) {
               const ActGroup& group = row[static_cast<size_t>(g)];
-              std::memcpy(pc + i * cols + g * static_cast<int64_t>(kGroup), group.q, kGroup);
+              int16_t* to = pc + i * cols + g * static_cast<int64_t>(kGroup);
+              for (int k = 0; k < static_cast<int>(kGroup); ++k) to[k] = group.q[(k & ~3) | ((k & 1) << 1) | ((k & 2) >> 1)];
               ps[i * groups + g] = group.d;
             }
           }
         });
       },
       nb::arg("context"), nb::arg("x"), nb::arg("codes"), nb::arg("scales"),
-      "The 8-bit activations that quantized layers compute with: x ~ scales * codes in groups of 32.");
+      "The 16-bit activations that quantized layers compute with: x ~ scales * codes in groups of 32. codes int16 [n, cols], "
+      "scales float32 [n, cols / 32].");
 
   nb::class_<Embedding>(m, "Embedding", "Rows of a stored table, dequantized on lookup.")
       .def(

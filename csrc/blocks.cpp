@@ -51,9 +51,9 @@ void Mlp::run(Context& context, float* hidden, size_t n) const {
   const ActRows x = linear_input(context, gate_up_, hidden, d, n, &norm);
 
   // The middle goes straight into the form that `down` reads: a unit of 32 outputs is one group of activations.
-  const bool to_int8 = down_.reads_int8();
+  const bool to_groups = down_.reads_groups();
   const size_t units = (width + kGroup - 1) / kGroup;
-  uint8_t* memory = context.scratch.take<uint8_t>(kSlotMlp, n * (to_int8 ? units * sizeof(ActGroup) : width * sizeof(float)));
+  uint8_t* memory = context.scratch.take<uint8_t>(kSlotMlp, n * (to_groups ? units * sizeof(ActGroup) : width * sizeof(float)));
   auto* groups = reinterpret_cast<ActGroup*>(memory);
   auto* middle = reinterpret_cast<float*>(memory);
 
@@ -77,14 +77,14 @@ void Mlp::run(Context& context, float* hidden, size_t n) const {
       for (size_t m = m0; m < m1; ++m) {
         float* row = gated + (m - m0) * kGroup;
         kernels.silu_mul(row, raised + (m - m0) * kGroup, count, row);
-        if (to_int8)
+        if (to_groups)
           kernels.quantize_row(row, kGroup, groups + m * units + u);
         else
           std::memcpy(middle + m * width + u * kGroup, row, count * sizeof(float));
       }
     }
   });
-  const ActRows y = to_int8 ? ActRows{groups, units, nullptr, 0} : ActRows{nullptr, 0, middle, width};
+  const ActRows y = to_groups ? ActRows{groups, units, nullptr, 0} : ActRows{nullptr, 0, middle, width};
   linear_forward(context, down_, y, n, hidden, d, true);
 }
 

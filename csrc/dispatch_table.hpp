@@ -11,8 +11,8 @@ AttentionKernels attention_kernels();
 LinearKernels linear_kernels();
 
 /// LinearKernels::forward for quantized types.
-void linear_int8(const PackedMatrix& w, const ActRows& x, size_t m0, size_t m1, size_t b0, size_t b1,
-                 const LinearOutput& to);
+void linear_quantized(const PackedMatrix& w, const ActRows& x, size_t m0, size_t m1, size_t b0, size_t b1,
+                      const LinearOutput& to);
 
 const KernelTable& kernel_table();
 

@@ -42,7 +42,7 @@ Linear::Linear(Context& context, std::span<const TensorView> stack, std::span<co
     pieces_.push_back(std::move(piece));
     rows_ += t.rows;
     blocks_ += blocks;
-    (is_float(t.type) ? reads_float_ : reads_int8_) = true;
+    (is_float(t.type) ? reads_float_ : reads_groups_) = true;
   }
   if (!bias_.empty() && bias_.size() != rows_)
     throw std::invalid_argument("bias has " + std::to_string(bias_.size()) + " values for " + std::to_string(rows_) +
@@ -57,7 +57,7 @@ size_t Linear::packed_bytes() const {
 
 ActRows linear_input(Context& context, const Linear& linear, const float* x, size_t stride, size_t n,
                      const Norm* norm) {
-  const size_t cols = linear.cols(), groups = linear.reads_int8() ? cols / kGroup : 0;
+  const size_t cols = linear.cols(), groups = linear.reads_groups() ? cols / kGroup : 0;
   const bool keep_float = linear.reads_float() && norm != nullptr;
   const bool normed_float = norm != nullptr && !keep_float;  // needed only until it is quantized
   const size_t threads = static_cast<size_t>(context.pool.threads());

@@ -61,7 +61,7 @@ class Linear {
 
   size_t rows() const { return rows_; }
   size_t cols() const { return cols_; }
-  bool reads_int8() const { return reads_int8_; }
+  bool reads_groups() const { return reads_groups_; }
   bool reads_float() const { return reads_float_; }
   size_t packed_bytes() const;
 
@@ -76,7 +76,7 @@ class Linear {
   std::vector<Piece> pieces_;
   std::vector<float> bias_;
   size_t rows_ = 0, cols_ = 0, blocks_ = 0;
-  bool reads_int8_ = false, reads_float_ = false;
+  bool reads_groups_ = false, reads_float_ = false;
 };
 
 /// Rows of x (n rows, `stride` floats apart), normalized if `norm` is set, as `linear` reads them. The result lies in

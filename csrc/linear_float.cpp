@@ -80,9 +80,11 @@ void forward(const PackedMatrix& w, const ActRows& x, size_t m0, size_t m1, size
     case TensorType::F32: return product<WeightF32>(w, x, m0, m1, b0, b1, to);
     case TensorType::F16: return product<WeightF16>(w, x, m0, m1, b0, b1, to);
     case TensorType::BF16: return product<WeightBF16>(w, x, m0, m1, b0, b1, to);
-    default: return linear_int8(w, x, m0, m1, b0, b1, to);
+    default: return linear_quantized(w, x, m0, m1, b0, b1, to);
   }
 }
+
+constexpr float kTop = 32767.0f;
 
 void quantize_row(const float* x, size_t cols, ActGroup* out) {
   for (size_t k = 0; k < cols; k += kGroup, ++out) {
@@ -92,19 +94,20 @@ void quantize_row(const float* x, size_t cols, ActGroup* out) {
                            max(bits<i32x8>(abs(v[2])), bits<i32x8>(abs(v[3]))));
     const int32_t peak_bits = hmax(most);
     const float peak = bits<float>(peak_bits);
-    const float inverse = 127.0f / peak;
+    const float inverse = kTop / peak;
     if (peak_bits >= 0x7f800000 || !(inverse < __builtin_inff())) {
-      // Not finite: the group poisons what reads it. Or all (but) zero: 127 / peak overflows below 3.8e-37.
+      // Not finite: the group poisons what reads it. Or all (but) zero: kTop / peak overflows below 1e-34.
       *out = ActGroup{};
       if (peak_bits >= 0x7f800000) out->d = out->d_sum = __builtin_nanf("");
       continue;
     }
     i32x8 q[4];
     for (int i = 0; i < 4; ++i) q[i] = round_to_int(v[i] * set1(inverse));
-    store(out->q, pack_i8(q[0], q[1], q[2], q[3]));
+    store(out->q, swap_middle(pack_i16(q[0], q[1])));
+    store(out->q + 16, swap_middle(pack_i16(q[2], q[3])));
     out->sum_low = hsum(q[0] + q[1]);
     out->sum = out->sum_low + hsum(q[2] + q[3]);
-    out->d = peak / 127.0f;
+    out->d = peak / kTop;
     out->d_sum = out->d * static_cast<float>(out->sum);
   }
 }

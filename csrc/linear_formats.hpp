@@ -12,71 +12,97 @@ namespace octavo::OCTAVO_ISA {
 
 using u16x16 = uint16_t __attribute__((vector_size(32)));
 
-OCTAVO_INLINE u8x32 low_nibbles(u8x32 v) { return v & set1u8(15); }
-OCTAVO_INLINE u8x32 high_nibbles(u8x32 v) { return bits<u8x32>(bits<u16x16>(v) >> 4) & set1u8(15); }
+// Codes come out as 16-bit lanes, two inputs of a row side by side, as pairwise multiply-add reads them. A group is read in
+// four rounds of four steps: round n gives inputs (0, 2) and (1, 3) of quad n, then of quad n + 4. Activations lie in the
+// same order (ActGroup). A Codes object is the state of the rounds.
 
-/// Bit `from` of each byte, moved to bit 4. kWidth bits are moved together.
-template <int kFrom, int kWidth>
-OCTAVO_INLINE u8x32 high_bits(u8x32 plane) {
-  const u8x32 picked = plane & set1u8(static_cast<uint8_t>(((1 << kWidth) - 1) << kFrom));
-  if constexpr (kFrom < 4) return bits<u8x32>(bits<u16x16>(picked) << (4 - kFrom));
-  return bits<u8x32>(bits<u16x16>(picked) >> (kFrom - 4));
-}
-
-/// Scales of one group for eight rows: weight = d * code + m.
+/// Scales of one group for eight rows: weight = d * code + m, or for Q6_K the scales of its two halves.
 struct GroupScale {
   f32x8 d, m;
 };
 
-// ---- planes of codes ----
-
 /// 128 bytes a group: unsigned 0..15.
 struct Codes4 {
   static constexpr size_t kBytes = 128;
-  static constexpr int kPairsPerFlush = 4;  // a pair of quads adds at most 2 * 3810 to a 16-bit lane
-  template <int kPair>
-  OCTAVO_INLINE void pair(const uint8_t* p, u8x32& low, u8x32& high) {
-    const u8x32 v = load<u8x32>(p + 32 * kPair);
-    low = low_nibbles(v);
-    high = high_nibbles(v);
+  const uint8_t* p;
+
+  OCTAVO_MEMBER explicit Codes4(const uint8_t* group) : p(group) {}
+  template <int kStep>
+  OCTAVO_MEMBER i16x16 step() const {
+    const u16x16 v = load<u16x16>(p);
+    if constexpr (kStep == 0) return bits<i16x16>(v & 15);
+    if constexpr (kStep == 1) return bits<i16x16>((v >> 8) & 15);
+    if constexpr (kStep == 2) return bits<i16x16>((v >> 4) & 15);
+    return bits<i16x16>(v >> 12);
   }
+  OCTAVO_MEMBER void next() { p += 32; }
 };
+
+// Codes of five and six bits: a byte's low four bits from the four-bit plane, the rest from planes that move by one or two
+// bits a round. Shifts are of 16-bit lanes: what they carry from byte to byte stays above the bits that are read.
 
 /// 160 bytes a group: the fifth bits of all eight quads (bit q of byte 4r + j), then the four-bit plane. Unsigned 0..31.
 struct Codes5 {
   static constexpr size_t kBytes = 160;
-  static constexpr int kPairsPerFlush = 2;  // at most 2 * 7874 a pair
-  template <int kPair>
-  OCTAVO_INLINE void pair(const uint8_t* p, u8x32& low, u8x32& high) {
-    const u8x32 fifth = load<u8x32>(p), v = load<u8x32>(p + 32 + 32 * kPair);
-    low = low_nibbles(v) | high_bits<kPair, 1>(fifth);
-    high = high_nibbles(v) | high_bits<kPair + 4, 1>(fifth);
+  const uint8_t* p;
+  u16x16 fifth;
+
+  OCTAVO_MEMBER explicit Codes5(const uint8_t* group) : p(group + 32), fifth(load<u16x16>(group)) {}
+  template <int kStep>
+  OCTAVO_MEMBER i16x16 step() const {
+    const u16x16 v = load<u16x16>(p);
+    const u16x16 code = kStep < 2 ? (v & 0x0f0f) | ((fifth & 0x0101) << 4) : ((v >> 4) & 0x0f0f) | (fifth & 0x1010);
+    return bits<i16x16>(kStep % 2 ? code >> 8 : code & 0xff);
+  }
+  OCTAVO_MEMBER void next() {
+    p += 32;
+    fifth >>= 1;
   }
 };
 
 /// 192 bytes a group: two planes of two bits (quads 0..3, then 4..7), then the four-bit plane. Unsigned 0..63.
 struct Codes6 {
   static constexpr size_t kBytes = 192;
-  template <int kPair>
-  OCTAVO_INLINE void pair(const uint8_t* p, u8x32& low, u8x32& high) {
-    const u8x32 v = load<u8x32>(p + 64 + 32 * kPair);
-    low = low_nibbles(v) | high_bits<2 * kPair, 2>(load<u8x32>(p));
-    high = high_nibbles(v) | high_bits<2 * kPair, 2>(load<u8x32>(p + 32));
+  const uint8_t* p;
+  u16x16 low, high;
+
+  OCTAVO_MEMBER explicit Codes6(const uint8_t* group)
+      : p(group + 64), low(load<u16x16>(group)), high(load<u16x16>(group + 32)) {}
+  template <int kStep>
+  OCTAVO_MEMBER i16x16 step() const {
+    const u16x16 v = load<u16x16>(p);
+    const u16x16 code =
+        kStep < 2 ? (v & 0x0f0f) | ((low & 0x0303) << 4) : ((v >> 4) & 0x0f0f) | ((high & 0x0303) << 4);
+    return bits<i16x16>(kStep % 2 ? code >> 8 : code & 0xff);
+  }
+  OCTAVO_MEMBER void next() {
+    p += 32;
+    low >>= 2;
+    high >>= 2;
   }
 };
 
 /// 256 bytes a group: signed bytes.
 struct Codes8 {
   static constexpr size_t kBytes = 256;
+  const uint8_t* p;
+
+  OCTAVO_MEMBER explicit Codes8(const uint8_t* group) : p(group) {}
+  template <int kStep>
+  OCTAVO_MEMBER i16x16 step() const {
+    const i16x16 v = load<i16x16>(p + kStep / 2 * 128);
+    return kStep % 2 ? v >> 8 : (v << 8) >> 8;
+  }
+  OCTAVO_MEMBER void next() { p += 32; }
 };
 
-// ---- types: a tile's header, its groups' scales, and the code that the file's zero has ----
+// ---- types: a tile's header, its groups' scales, and the code of the weight zero ----
 
 struct FormatQ4_0 {
   using Codes = Codes4;
   static constexpr size_t kGroups = 1, kHeader = 16;
   static constexpr int kZero = 8;
-  static constexpr bool kHasMin = false;
+  static constexpr bool kHasMin = false, kHalves = false;
   struct Header {};
   OCTAVO_INLINE Header header(const uint8_t*) { return {}; }
   OCTAVO_INLINE GroupScale scale(const Header&, const uint8_t* t, size_t) { return {load_f16(t), set1(0)}; }
@@ -96,7 +122,7 @@ struct FormatQ4_1 {
   using Codes = Codes4;
   static constexpr size_t kGroups = 1, kHeader = 32;
   static constexpr int kZero = 0;
-  static constexpr bool kHasMin = true;
+  static constexpr bool kHasMin = true, kHalves = false;
   struct Header {};
   OCTAVO_INLINE Header header(const uint8_t*) { return {}; }
   OCTAVO_INLINE GroupScale scale(const Header&, const uint8_t* t, size_t) { return {load_f16(t), load_f16(t + 16)}; }
@@ -111,7 +137,7 @@ struct FormatQ4_K {
   using Codes = Codes4;
   static constexpr size_t kGroups = 8, kHeader = 160;
   static constexpr int kZero = 0;
-  static constexpr bool kHasMin = true;
+  static constexpr bool kHasMin = true, kHalves = false;
   struct Header {
     f32x8 d, minus_dmin;
   };
@@ -130,13 +156,13 @@ struct FormatQ6_K {
   using Codes = Codes6;
   static constexpr size_t kGroups = 8, kHeader = 144;
   static constexpr int kZero = 32;
+  static constexpr bool kHasMin = false, kHalves = true;
   struct Header {
     f32x8 d;
   };
   OCTAVO_INLINE Header header(const uint8_t* t) { return {load_f16(t)}; }
-  /// Scale of half group h = 2 g + (0 or 1).
-  OCTAVO_INLINE f32x8 scale(const Header& h, const uint8_t* t, size_t half) {
-    return h.d * to_f32(load_i8(t + 16 + 8 * half));
+  OCTAVO_INLINE GroupScale scale(const Header& h, const uint8_t* t, size_t g) {
+    return {h.d * to_f32(load_i8(t + 16 + 16 * g)), h.d * to_f32(load_i8(t + 24 + 16 * g))};
   }
 };
 
@@ -147,12 +173,19 @@ OCTAVO_INLINE LinearOutput further(const LinearOutput& to, size_t rows, size_t b
 }
 
 /// Writes acc[j][i], block b + j and batch row i, to its place; rows past the matrix's last are left out.
+/// The first n lanes of y to their place.
+static __attribute__((noinline)) void write_tail(float* out, const float* bias, bool add, f32x8 y, size_t n) {
+  if (bias != nullptr) y += load_partial(bias, n);
+  if (add) y += load_partial(out, n);
+  store_partial(out, y, n);
+}
+
 template <int kRows, int kBlocks>
 OCTAVO_INLINE void write(const f32x8 (&acc)[kBlocks][kRows], const PackedMatrix& w, size_t b, const LinearOutput& to) {
-  for (size_t j = 0; j < kBlocks; ++j) {
+  unroll<kBlocks>([&](auto j) OCTAVO_BODY {
     const size_t n = min_of(kBlockRows, w.rows - kBlockRows * (b + j));
     const float* bias = to.bias == nullptr ? nullptr : to.bias + kBlockRows * j;
-    for (size_t i = 0; i < kRows; ++i) {
+    unroll<kRows>([&](auto i) OCTAVO_BODY {
       float* out = to.out + i * to.stride + kBlockRows * j;
       f32x8 y = acc[j][i];
       if (n == kBlockRows) {
@@ -160,12 +193,10 @@ OCTAVO_INLINE void write(const f32x8 (&acc)[kBlocks][kRows], const PackedMatrix&
         if (to.add) y += loadf(out);
         store(out, y);
       } else {
-        if (bias != nullptr) y += load_partial(bias, n);
-        if (to.add) y += load_partial(out, n);
-        store_partial(out, y, n);
+        write_tail(out, bias, to.add, y, n);
       }
-    }
-  }
+    });
+  });
 }
 
 template <class F>

@@ -21,6 +21,9 @@
 #include <immintrin.h>
 #else
 #define OCTAVO_AVX2 0
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 #endif
 #if defined(OCTAVO_ISA_avx512)
 #define OCTAVO_VNNI 1
@@ -29,6 +32,7 @@
 #endif
 
 #define OCTAVO_INLINE static inline __attribute__((always_inline))
+#define OCTAVO_MEMBER inline __attribute__((always_inline))
 
 namespace octavo::OCTAVO_ISA {
 
@@ -46,6 +50,36 @@ OCTAVO_INLINE T min_of(T a, T b) {
 template <class T>
 OCTAVO_INLINE T max_of(T a, T b) {
   return a < b ? b : a;
+}
+
+/// A loop counter that is a constant: `constexpr int i = decltype(index)::value`, or implicitly an int.
+template <int kValue>
+struct Index {
+  static constexpr int value = kValue;
+  constexpr operator int() const { return kValue; }
+};
+
+/// f(Index<0>{}) ... f(Index<n - 1>{}), written out before the compiler places variables: arrays that are indexed by such
+/// counters live in registers, which loops unrolled by the optimizer do not achieve.
+template <int n, class F>
+OCTAVO_INLINE void unroll(F&& f) {
+  if constexpr (n > 0) {
+    unroll<n - 1>(f);
+    f(Index<n - 1>{});
+  }
+}
+/// Marks the lambda that `unroll` is given.
+#define OCTAVO_BODY __attribute__((always_inline))
+
+/// Keeps a running sum where it is written: compilers otherwise move chains of additions behind all the products that they
+/// add, which then fill the stack.
+template <class V>
+OCTAVO_INLINE void pin(V& v) {
+#if OCTAVO_AVX2
+  asm("" : "+x"(v));
+#else
+  (void)v;
+#endif
 }
 
 // ---- reinterpretation, loads and stores (no alignment needed) ----
@@ -324,6 +358,59 @@ OCTAVO_INLINE i32x8 dot_quads_signed(i32x8 acc, i8x32 a, i8x32 b) {
   const i16x16 even = ((a16 << 8) >> 8) * ((b16 << 8) >> 8);
   const i16x16 odd = (a16 >> 8) * (b16 >> 8);
   return acc + add_pairs(even) + add_pairs(odd);
+#endif
+}
+
+// ---- 16-bit integers ----
+
+/// 16 values in -32768..32767 as 16-bit lanes, in order.
+OCTAVO_INLINE i16x16 pack_i16(i32x8 a, i32x8 b) {
+#if OCTAVO_AVX2
+  // packs works within 128-bit halves: a0 b0 a1 b1 in units of 64 bits.
+  return bits<i16x16>(_mm256_permute4x64_epi64(_mm256_packs_epi32(bits<__m256i>(a), bits<__m256i>(b)), 0xd8));
+#else
+  int16_t t[16];
+  for (int i = 0; i < 8; ++i) {
+    t[i] = static_cast<int16_t>(a[i]);
+    t[8 + i] = static_cast<int16_t>(b[i]);
+  }
+  return load<i16x16>(t);
+#endif
+}
+
+/// Lanes 4i, 4i + 2, 4i + 1, 4i + 3 in place of 4i .. 4i + 3.
+OCTAVO_INLINE i16x16 swap_middle(i16x16 a) {
+#if OCTAVO_AVX2
+  return bits<i16x16>(_mm256_shufflelo_epi16(_mm256_shufflehi_epi16(bits<__m256i>(a), 0xd8), 0xd8));
+#else
+  int16_t t[16];
+  for (int i = 0; i < 16; ++i) t[i] = a[(i & ~3) | ((i & 1) << 1) | ((i & 2) >> 1)];
+  return load<i16x16>(t);
+#endif
+}
+
+/// Two consecutive 16-bit values, repeated in every 32-bit lane.
+OCTAVO_INLINE i16x16 broadcast_pair(const int16_t* p) {
+  int32_t w;
+  __builtin_memcpy(&w, p, 4);
+  return bits<i16x16>(set1i(w));
+}
+
+/// acc + a[2i] * b[2i] + a[2i+1] * b[2i+1] per 32-bit lane i.
+OCTAVO_INLINE i32x8 add_products(i32x8 acc, i16x16 a, i16x16 b) {
+#if OCTAVO_VNNI
+  return bits<i32x8>(_mm256_dpwssd_epi32(bits<__m256i>(acc), bits<__m256i>(a), bits<__m256i>(b)));
+#elif OCTAVO_AVX2
+  return acc + bits<i32x8>(_mm256_madd_epi16(bits<__m256i>(a), bits<__m256i>(b)));
+#elif defined(__SSE2__)
+  struct Halves {
+    __m128i low, high;
+  };
+  const Halves x = bits<Halves>(a), y = bits<Halves>(b);
+  return acc + bits<i32x8>(Halves{_mm_madd_epi16(x.low, y.low), _mm_madd_epi16(x.high, y.high)});
+#else
+  const i32x8 x = bits<i32x8>(a), y = bits<i32x8>(b);
+  return acc + ((x << 16) >> 16) * ((y << 16) >> 16) + (x >> 16) * (y >> 16);
 #endif
 }
 

@@ -16,7 +16,7 @@ class LoadError(OctavoError):
 
 
 class UnsupportedError(LoadError):
-    """The model is readable but needs something that Octavo does not have yet (architecture, tensor type, rope kind)."""
+    """The model is readable but needs something that Octavo does not have yet (an architecture, a tensor type)."""
 
 
 class RequestError(OctavoError):

@@ -99,9 +99,7 @@ def test_size_is_exact_and_values_come_back(
         (32, 80, "int4", 5, 4.8),
     ],
 )
-def test_effective_bits(
-    page_size: int, head_dim: int, codec: str, key_bits: float, value_bits: float
-) -> None:
+def test_effective_bits(page_size: int, head_dim: int, codec: str, key_bits: float, value_bits: float) -> None:
     for role, bits in ((Role.KEY, key_bits), (Role.VALUE, value_bits)):
         plane = Plane(role, page_size, 3, head_dim)
         assert get_codec(codec).bytes_per_page(plane) * 8 / plane.n_values == pytest.approx(bits)
@@ -141,9 +139,7 @@ def test_stored_order_of_exact_codecs(data: st.DataObject) -> None:
     assert flat[index] == x[t, h, c]
 
 
-@pytest.mark.parametrize(
-    ("length", "byte", "nibble", "code"), [(32, 5, 0, 5), (32, 5, 1, 21), (16, 3, 1, 11)]
-)
+@pytest.mark.parametrize(("length", "byte", "nibble", "code"), [(32, 5, 0, 5), (32, 5, 1, 21), (16, 3, 1, 11)])
 def test_packing_of_int4_keys(length: int, byte: int, nibble: int, code: int) -> None:
     plane = Plane(Role.KEY, length, 1, 8)
     x = np.zeros((length, 1, 8), np.float32)
@@ -212,9 +208,7 @@ def test_overflow_is_refused_by_name(name: str, value: float) -> None:
         get_codec(name).encode(x, plane)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("f16", 65519.0), ("bf16", 3.38e38), ("int8", 8.3e6), ("int4", 9.8e5)]
-)
+@pytest.mark.parametrize(("name", "value"), [("f16", 65519.0), ("bf16", 3.38e38), ("int8", 8.3e6), ("int4", 9.8e5)])
 def test_just_inside_the_range_is_kept(name: str, value: float) -> None:
     plane = Plane(Role.KEY, 32, 3, 64)
     x = sample(plane)
@@ -250,9 +244,7 @@ def test_every_stored_scale_is_positive(codec: Codec, role: Role) -> None:
         x = EXTREMES[kind](sample(plane)).astype(np.float32) / 8
         data = codec.encode(x, plane)
         n_codes = plane.n_values if codec.name == "int8" else plane.n_values // 2
-        n_scales = (
-            2 * plane.page_size if codec.name == "int8" else (64 if role is Role.KEY else plane.page_size)
-        )
+        n_scales = 2 * plane.page_size if codec.name == "int8" else (64 if role is Role.KEY else plane.page_size)
         scales = data[n_codes : n_codes + 2 * n_scales].view(np.float16)
         assert scales.size == n_scales
         assert (scales > 0).all()

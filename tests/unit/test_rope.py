@@ -30,9 +30,7 @@ CASES = {
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
     ),
     "yarn untruncated": (
-        RopeScaling(
-            "yarn", factor=32.0, original_context=4096, truncate=False, beta_fast=24.0, beta_slow=2.0
-        ),
+        RopeScaling("yarn", factor=32.0, original_context=4096, truncate=False, beta_fast=24.0, beta_slow=2.0),
         {
             "rope_type": "yarn",
             "factor": 32.0,

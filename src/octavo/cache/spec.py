@@ -25,6 +25,6 @@ class FullGroup:
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """The cache groups of a model. One kind exists today; sliding, latent and state groups join it as they are built."""
+    """The cache groups of a model. One kind exists today; sliding, latent and state groups will join."""
 
     group: FullGroup

@@ -32,7 +32,8 @@ class SamplingParams:
         stop_token_ids: tokens that end generation; not part of the text.
         ignore_eos: go on past the model's end-of-sequence tokens.
         logprobs: None, or how many alternatives to report beside each generated token (0: the token alone).
-        prompt_logprobs: the same for prompt tokens. Their logits must be computed, so such a request reads no cached page.
+        prompt_logprobs: the same for prompt tokens. Their logits must be
+            computed, so such a request reads no cached page.
         n: how many choices; they share the prompt's pages.
     """
 

@@ -39,9 +39,7 @@ def rope_frequencies(rope: RopeSpec) -> tuple[F64, float]:
         return plain, 1.0
     if scaling.kind == "explicit":
         if len(scaling.divisors) != rope.dim // 2:
-            raise UnsupportedError(
-                f"rope scaling has {len(scaling.divisors)} divisors for {rope.dim // 2} frequencies"
-            )
+            raise UnsupportedError(f"rope scaling has {len(scaling.divisors)} divisors for {rope.dim // 2} frequencies")
         return plain / np.asarray(scaling.divisors, dtype=np.float64), 1.0
     if scaling.factor <= 0:
         raise UnsupportedError(f"rope scaling factor must be positive, got {scaling.factor}")

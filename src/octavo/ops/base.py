@@ -34,7 +34,7 @@ U8 = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's rows and the pages they touch, as flat arrays. Segment s is a run of consecutive tokens of one sequence.
+    """One step's rows and the pages they touch, as flat arrays. A segment is a run of consecutive tokens of a sequence.
 
     Attributes:
         memory: uint8 [arena bytes], the arena; offsets below are byte offsets into it.

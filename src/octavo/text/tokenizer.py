@@ -22,8 +22,8 @@ class Tokenizer(Protocol):
     has_chat_template: bool
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
-        """Text -> ids. `parse_special` reads "<|im_start|>" and the like as control tokens; otherwise they are
-        plain text, so that a user's message cannot forge a turn."""
+        """Text -> ids. `parse_special` reads "<|im_start|>" and the like as control tokens; otherwise they
+        are plain text, so that a user's message cannot forge a turn."""
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str: ...
@@ -39,6 +39,6 @@ class Tokenizer(Protocol):
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """Messages in OpenAI's shape -> prompt ids. Raises RequestError (param "messages") on what the template
-        refuses."""
+        """Messages in OpenAI's shape -> prompt ids. Raises RequestError (param "messages") on what the
+        template refuses."""
         ...

@@ -1,0 +1,1 @@
+"""Measurements behind docs/benchmarks.md: one script per claim, `python -m benchmarks.NAME`."""

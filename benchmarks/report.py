@@ -1,0 +1,172 @@
+"""Tables and pictures from benchmarks/results/*.json.
+
+    python -m benchmarks.report             # print the tables, draw into benchmarks/results
+    python -m benchmarks.report --update    # write them into docs/benchmarks.md and docs/images
+
+In the document a table stands between <!-- begin NAME --> and <!-- end NAME -->; all else is written by hand and holds
+no measured figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import memory, oracle, perplexity, plots, speed
+from benchmarks.harness import PAIRS, RESULTS, BenchmarkError, load, table
+from benchmarks.protocol import ROOT
+
+DOCUMENT = ROOT / "docs" / "benchmarks.md"
+IMAGES = ROOT / "docs" / "images"
+
+Record = dict[str, Any]
+
+
+def _origin(record: Record) -> str:
+    return f"{record['date']}, revision `{record['machine']['revision']}`"
+
+
+def machine(records: dict[str, Record]) -> str:
+    record = records["speed"]
+    m, engines = record["machine"], record["results"]["engines"]
+    peer = next(e for name, e in engines.items() if name.startswith("llama.cpp"))
+    own = next(e for name, e in engines.items() if name.startswith("octavo"))
+    rows = [
+        ["processor", f"{m['cpu']} (family/model {m['cpu_family_model']}), {m['cores']} cores, {', '.join(m['isa'])}"],
+        ["memory, L3", f"{m['memory_gib']} GiB, {m['l3']}"],
+        ["system", f"Linux {m['kernel']}, {m['compiler']}, Python {m['python']}, numpy {m['numpy']}"],
+        ["Octavo", f"{own['version']}, {own['system']}"],
+        ["llama.cpp", f"{peer['version']}; {', '.join(re.findall(r'([A-Z0-9_]+) = 1', peer['system']))}"],
+        ["threads", str(record["settings"]["threads"])],
+    ]
+    return "| | |\n| --- | --- |\n" + "\n".join(f"| {a} | {b} |" for a, b in rows)
+
+
+def verdict(records: dict[str, Record]) -> str:
+    """Every comparison that Octavo loses and every claim that does not hold, without choosing."""
+    lost, won = [], []
+    for codec, measured in records["speed"]["results"]["pairs"].items():
+        for kind in ("decode", "prefill"):
+            for n, entry in measured[kind].items():
+                ratio = entry["ratio"]
+                text = f"{kind} {int(n):,}, {codec} / {PAIRS[codec]}: {ratio['median']:.2f}"
+                (lost if ratio["median"] < 1 else won).append((ratio["median"], text))
+    lines = ["Octavo's speed over llama.cpp's, below 1:"]
+    lines += [f"- {text}" for _, text in sorted(lost)] or ["- none"]
+    lines += ["", "and above:"]
+    lines += [f"- {text}" for _, text in sorted(won, reverse=True)] or ["- none"]
+    failed = [
+        f"- {model}, {v['claim']}: {v['found']:.3f} ± {v['error']:.3f}, at most {v['bar']:g} was wanted"
+        for model, result in records["perplexity"]["results"].items()
+        for v in result["verdicts"]
+        if not v["holds"]
+    ]
+    return "\n".join([*lines, "", "Bars on quality that are missed:", *(failed or ["- none"])])
+
+
+def speed_table(kind: str) -> Callable[[dict[str, Record]], str]:
+    def make(records: dict[str, Record]) -> str:
+        record = records["speed"]
+        pairs = record["results"]["pairs"]
+        load = max(p["other_load"]["other"] for p in pairs.values())
+        return (
+            f"{speed.markdown(pairs, kind)}\n\n{record['settings']['model']}; median (lowest-highest) of the runs. "
+            f"{_origin(record)}; everything else on the machine used at most {load:.2f} cores on average meanwhile."
+        )
+
+    return make
+
+
+def python_share(records: dict[str, Record]) -> str:
+    rows = [
+        [codec, f"{int(n):,}", f"{s['step_ms']:.2f}", f"{s['python_ms']:.2f}", f"{s['share']:.1%}"]
+        for codec, measured in records["speed"]["results"]["pairs"].items()
+        for n, s in measured["python_share"].items()
+    ]
+    return table(["cache", "context", "step, ms", "outside C++, ms", "share"], rows)
+
+
+def perplexity_tables(records: dict[str, Record]) -> str:
+    record = records["perplexity"]
+    s, parts = record["settings"], []
+    for model, result in record["results"].items():
+        parts.append(
+            f"### {model}\n\n{perplexity.markdown(result['rows'])}\n\n"
+            f"{perplexity.markdown_verdicts(result['verdicts'])}\n\n"
+            f"{result['n_positions']:,} positions in {s['n_windows']} windows of {s['window']:,} of *{s['text']}*; "
+            f"divergence over {s['kl_windows']} windows. {_origin(record)}."
+        )
+    return "\n\n".join(parts)
+
+
+def memory_tables(records: dict[str, Record]) -> str:
+    record = records["memory"]
+    return "\n\n".join(
+        f"### {model}\n\n{memory.markdown_per_token(result)}\n\n{memory.markdown_waste(result)}"
+        for model, result in record["results"].items()
+    )
+
+
+def oracle_table(records: dict[str, Record]) -> str:
+    record = records["oracle"]
+    return f"{oracle.markdown(record['results'])}\n\n{_origin(record)}."
+
+
+#: Block -> the results that it needs, and how it is made of them.
+BLOCKS: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Record]], str]]] = {
+    "machine": (("speed",), machine),
+    "verdict": (("speed", "perplexity"), verdict),
+    "decode": (("speed",), speed_table("decode")),
+    "prefill": (("speed",), speed_table("prefill")),
+    "python-share": (("speed",), python_share),
+    "perplexity": (("perplexity",), perplexity_tables),
+    "memory": (("memory",), memory_tables),
+    "oracle": (("oracle",), oracle_table),
+}
+
+
+def blocks() -> dict[str, str]:
+    """All blocks whose results are there."""
+    records = {name: record for needs, _ in BLOCKS.values() for name in needs if (record := load(name)) is not None}
+    return {name: make(records) for name, (needs, make) in BLOCKS.items() if all(n in records for n in needs)}
+
+
+def updated(document: str, made: dict[str, str]) -> str:
+    """The document with blocks replaced. Raises BenchmarkError for one that it does not have."""
+    for name, text in made.items():
+        pattern = re.compile(rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)", re.DOTALL)
+        if len(pattern.findall(document)) != 1:
+            raise BenchmarkError(f"{DOCUMENT} needs one <!-- begin {name} --> ... <!-- end {name} -->")
+        document = pattern.sub(lambda m, text=text: f"{m.group(1)}{text}\n{m.group(2)}", document)  # type: ignore[misc]
+    return document
+
+
+def draw(folder: Path) -> None:
+    record = load("speed")
+    if record is not None:
+        for kind in ("decode", "prefill"):
+            plots.speed(record, kind, folder / f"{kind}.svg")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--update", action="store_true", help="write docs/benchmarks.md and docs/images")
+    args = parser.parse_args()
+    made = blocks()
+    if args.update:
+        quick = [name for name in ("speed", "perplexity") if (load(name) or {"settings": {}})["settings"].get("quick")]
+        if quick:
+            raise BenchmarkError(f"results of a --quick run are not for the document: {', '.join(quick)}")
+        DOCUMENT.write_text(updated(DOCUMENT.read_text(), made))
+        draw(IMAGES)
+    else:
+        for name, text in made.items():
+            print(f"\n== {name}\n\n{text}")
+        draw(RESULTS)
+
+
+if __name__ == "__main__":
+    main()

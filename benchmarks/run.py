@@ -1,0 +1,54 @@
+"""Everything, one after another: about an hour and a half on 2 cores, on an otherwise idle machine.
+
+    python -m benchmarks.run [--quick] [--only speed,memory] [--update]
+
+Each benchmark is a process of its own and writes benchmarks/results/NAME.json; one that fails does not stop the others,
+but the exit status says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+
+from benchmarks.protocol import ROOT
+
+#: In this order; the first two fetch and build what the others need. Those that know --quick are marked.
+BENCHMARKS = {"texts": False, "peers": False, "speed": True, "memory": False, "perplexity": True, "oracle": True}
+
+
+def run(module: str, *arguments: str) -> bool:
+    print(f"\n=== {module} {' '.join(arguments)}", flush=True)
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-m", f"benchmarks.{module}", *arguments], cwd=ROOT, check=False)
+    print(
+        f"=== {module}: {'done' if done.returncode == 0 else 'FAILED'} in {time.monotonic() - start:,.0f} s", flush=True
+    )
+    return done.returncode == 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a few minutes: to see that all runs, not for figures")
+    parser.add_argument("--only", default=",".join(BENCHMARKS), help="comma-separated")
+    parser.add_argument("--update", action="store_true", help="write the figures into docs/benchmarks.md")
+    args = parser.parse_args()
+    chosen = args.only.split(",")
+    unknown = [name for name in chosen if name not in BENCHMARKS]
+    if unknown:
+        parser.error(f"no benchmark is called {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+    failed = [
+        name
+        for name, knows_quick in BENCHMARKS.items()
+        if name in chosen and not run(name, *(["--quick"] if args.quick and knows_quick else []))
+    ]
+    if not run("report", *(["--update"] if args.update else [])):
+        failed.append("report")
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""Decode and prefill speed against llama.cpp, in turn on the same machine, threads and tokens.
+
+    python -m benchmarks.speed [--quick] [--threads 2] [--model smollm2-135m] [--pairs f16,int8,int4]
+
+For each cache pair (Octavo's f16, int8 and int4 against llama.cpp's f16, q8_0 and q4_0, flash attention on) both
+engines are loaded in processes of their own and take turns: A B, A B, ... A figure is the median of its runs, with
+their range; a ratio is taken pair by pair, so that slow drift of the machine cancels. Prefill starts from an empty
+cache and ends when the next token is chosen. Decode generates greedily from a cache of the given length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.harness import PAIRS, model_path, save, spread, table
+from benchmarks.machine import OtherLoad
+from benchmarks.protocol import Worker
+from benchmarks.texts import load_text
+from benchmarks.workers import llama_worker, octavo_worker
+
+#: What one engine's threads may still do when its answer is out (they spin before they sleep).
+SETTLE_S = 0.2
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Attributes:
+    prefill: prompt lengths; the longest prompt's run gives the shorter ones' times on its way.
+    decode: context lengths.
+    runs: of everything but the longest prefill.
+    long_budget_s: the longest prefill is repeated, at least once and at most `runs` times, while a pair of runs
+        still fits into this.
+    decode_tokens: per run.
+    """
+
+    prefill: tuple[int, ...] = (512, 2048, 8000)
+    decode: tuple[int, ...] = (128, 2048, 4096, 8000)
+    runs: int = 5
+    long_budget_s: float = 150.0
+    decode_tokens: int = 32
+
+
+QUICK = Plan(prefill=(512, 2048), decode=(128, 2048), runs=3, long_budget_s=20.0, decode_tokens=16)
+
+
+@dataclass
+class Turns:
+    """Runs of one measurement, tokens per second, in the order in which they were taken."""
+
+    octavo: list[float] = field(default_factory=list)
+    peer: list[float] = field(default_factory=list)
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "octavo": spread(self.octavo),
+            "peer": spread(self.peer),
+            "ratio": spread([a / b for a, b in zip(self.octavo, self.peer, strict=True)]),
+            "runs": {"octavo": self.octavo, "peer": self.peer},
+        }
+
+
+def measure_pair(octavo: Worker, peer: Worker, tokens: list[int], plan: Plan) -> dict[str, Any]:
+    prefill: dict[int, Turns] = {n: Turns() for n in plan.prefill}
+    decode: dict[int, Turns] = {n: Turns() for n in plan.decode}
+    longest, shorter = max(plan.prefill), sorted(plan.prefill)[:-1]
+
+    def prefill_once(n: int) -> float:
+        marks = [m for m in plan.prefill if m <= n]
+        start = time.perf_counter()
+        for worker, side in ((octavo, "octavo"), (peer, "peer")):
+            time.sleep(SETTLE_S)
+            seconds = worker.call("prefill", tokens=tokens[:n], marks=marks)["seconds"]
+            for mark in marks:
+                turns = prefill[mark]
+                done = getattr(turns, side)
+                if len(done) < plan.runs:
+                    done.append(mark / seconds[str(mark)])
+        return time.perf_counter() - start
+
+    if shorter:
+        for _ in range(plan.runs - 1):
+            prefill_once(max(shorter))
+    spent = 0.0
+    for _ in range(plan.runs):
+        took = prefill_once(longest)
+        spent += took
+        if spent + took > plan.long_budget_s:
+            break
+    # The caches now hold the longest prompt; contexts are cut from it, longest first.
+    for n in sorted(plan.decode, reverse=True):
+        for _ in range(plan.runs):
+            for worker, side in ((octavo, "octavo"), (peer, "peer")):
+                time.sleep(SETTLE_S)
+                seconds = worker.call("decode", context=n, n=plan.decode_tokens)["seconds"]
+                getattr(decode[n], side).append(len(seconds) / sum(seconds))
+    return {
+        "prefill": {str(n): turns.summary() for n, turns in prefill.items()},
+        "decode": {str(n): turns.summary() for n, turns in decode.items()},
+        "python_share": {str(n): _python_share(octavo, n, plan.decode_tokens) for n in sorted(plan.decode)},
+    }
+
+
+def _python_share(octavo: Worker, context: int, n: int) -> dict[str, float]:
+    steps = octavo.call("decode_clock", context=context, n=n)["steps"]
+    wall, inside = (sum(column) for column in zip(*steps, strict=True))
+    return {
+        "step_ms": 1e3 * wall / len(steps),
+        "python_ms": 1e3 * (wall - inside) / len(steps),
+        "share": 1 - inside / wall,
+    }
+
+
+def run(model: str, threads: int, pairs: list[str], plan: Plan) -> dict[str, Any]:
+    path = str(model_path(model))
+    text = load_text("emma")
+    results: dict[str, Any] = {"pairs": {}, "engines": {}}
+    longest = max(*plan.prefill, *plan.decode)
+    n_ctx = -(-(longest + plan.decode_tokens + 2) // 256) * 256
+    for codec in pairs:
+        with octavo_worker() as octavo, llama_worker() as peer:
+            results["engines"][f"octavo {codec}"] = octavo.call(
+                "load", model=path, cache=codec, threads=threads, n_ctx=n_ctx
+            )
+            results["engines"][f"llama.cpp {PAIRS[codec]}"] = peer.call(
+                "load", model=path, cache=PAIRS[codec], threads=threads, n_ctx=n_ctx
+            )
+            tokens = octavo.call("tokenize", text=text[: 8 * longest])["tokens"]
+            if tokens != peer.call("tokenize", text=text[: 8 * longest])["tokens"]:
+                print("warning: the engines' tokenizers differ on this text; both get Octavo's ids")
+            load = OtherLoad([octavo.pid, peer.pid])
+            measured = measure_pair(octavo, peer, tokens[:longest], plan)
+            measured["other_load"] = load.stop()
+            results["pairs"][codec] = measured
+        _print(codec, measured)
+    return results
+
+
+def _print(codec: str, measured: dict[str, Any]) -> None:
+    print(f"\n{codec} against {PAIRS[codec]}, other load {measured['other_load']['other']:.2f} cores")
+    print(markdown({codec: measured}, "prefill"))
+    print(markdown({codec: measured}, "decode"))
+    share = measured["python_share"]
+    print(
+        "Python's share of a decode step: " + ", ".join(f"{n}: {s['share']:.1%}" for n, s in share.items()), flush=True
+    )
+
+
+def markdown(pairs: dict[str, Any], kind: str) -> str:
+    """Tokens per second: a row per cache pair and length."""
+    rows = []
+    for codec, measured in pairs.items():
+        for n, entry in measured[kind].items():
+            octavo, peer, ratio = entry["octavo"], entry["peer"], entry["ratio"]
+            rows.append([
+                f"{codec} / {PAIRS[codec]}", f"{int(n):,}", _cell(octavo), _cell(peer),
+                f"{ratio['median']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})", str(ratio["n"]),
+            ])  # fmt: skip
+    header = ["cache", "tokens", "Octavo tok/s", "llama.cpp tok/s", "ratio", "runs"]
+    return table(header, rows)
+
+
+def _cell(s: dict[str, Any]) -> str:
+    return f"{s['median']:.1f} ({s['low']:.1f}-{s['high']:.1f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--pairs", default=",".join(PAIRS), help="Octavo's codecs, comma-separated")
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter runs: a look, not a figure")
+    args = parser.parse_args()
+    plan = QUICK if args.quick else Plan()
+    results = run(args.model, args.threads, args.pairs.split(","), plan)
+    settings = {
+        "model": args.model, "threads": args.threads, "quick": args.quick, "runs": plan.runs,
+        "decode_tokens": plan.decode_tokens, "long_budget_s": plan.long_budget_s,
+    }  # fmt: skip
+    print(f"\nwritten to {save('speed', settings, results)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""The engines that can be measured, each started in a process of its own."""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks.peers import llama_python
+from benchmarks.protocol import Worker
+
+
+def octavo_worker() -> Worker:
+    return Worker("Octavo", sys.executable, "benchmarks.octavo_worker")
+
+
+def llama_worker() -> Worker:
+    """Raises BenchmarkError where llama.cpp is not there and cannot be built."""
+    return Worker("llama.cpp", llama_python(), "benchmarks.llama_worker")
+
+
+def transformers_worker() -> Worker:
+    """Needs the extra `test`."""
+    return Worker("transformers", sys.executable, "benchmarks.transformers_worker", {"TQDM_DISABLE": "1"})

@@ -1,0 +1,1 @@
+"""The page at /: its files, and the feed that it draws the cache from."""

@@ -1,0 +1,71 @@
+"""The outermost layer: request ids, the access log, keys, and the last line against exceptions."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from octavo.api.auth import check_key, check_origin, needs_key
+from octavo.api.errors import handle_exception
+from octavo.api.settings import ServerSettings
+
+access_log = logging.getLogger("octavo.access")
+
+_MAX_LOGGED_PATH = 120
+
+
+class EdgeMiddleware:
+    """Wraps the application. Its log has method, path, status and time: no query, no header, no body."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self._app = app
+        self._settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began = time.monotonic()
+        request_id = f"req_{uuid.uuid4().hex}"
+        status = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                headers["x-content-type-options"] = "nosniff"
+            await send(message)
+
+        try:
+            self._check(scope)
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:  # noqa: BLE001 - nothing above this layer answers in the API's shape
+            response = await handle_exception(Request(scope), error)
+            if status == 0:
+                await response(scope, receive, send_with_id)
+        finally:
+            milliseconds = (time.monotonic() - began) * 1e3
+            path = _loggable(scope.get("raw_path") or scope["path"].encode())
+            access_log.info("%s %s %d %.1f ms %s", scope["method"], path, status, milliseconds, request_id)
+
+    def _check(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        if self._settings.api_keys:
+            if needs_key(scope["path"]):
+                check_key(headers, self._settings.api_keys)
+        else:
+            check_origin(headers, host=self._settings.host, is_local=self._settings.is_local)
+
+
+def _loggable(raw_path: bytes) -> str:
+    """The path without its query, in printable ASCII, cut to a line."""
+    path = raw_path.split(b"?")[0][: _MAX_LOGGED_PATH + 1].decode("latin-1")
+    path = "".join(c if 32 < ord(c) < 127 else "?" for c in path)
+    return path if len(path) <= _MAX_LOGGED_PATH else path[: _MAX_LOGGED_PATH - 3] + "..."

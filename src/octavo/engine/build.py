@@ -1,0 +1,136 @@
+"""From a model's name and a configuration to a running engine."""
+
+from __future__ import annotations
+
+import os
+
+from octavo._version import __version__
+from octavo.cache.footprint import Footprint, frame_bytes_for, plan
+from octavo.cache.format import build_format, open_format
+from octavo.cache.manager import KVCache
+from octavo.config import EngineConfig
+from octavo.engine.client import EngineInfo
+from octavo.engine.engine import Engine
+from octavo.engine.runner import Runner
+from octavo.engine.scheduler import Scheduler
+from octavo.errors import ConfigError
+from octavo.models.decoder import Decoder
+from octavo.models.loading.load import LoadedModel, load_model
+from octavo.models.spec import ModelSpec
+from octavo.ops.base import SPLIT_PAGES, Ops
+
+#: Share of free memory that the cache takes when the budget is left open.
+DEFAULT_MEMORY_SHARE = 0.25
+
+
+def build_engine(source: str, config: EngineConfig, model_name: str | None = None) -> Engine:
+    """Load a model and start its engine. `source` is what `load_model` accepts; `model_name` what clients call it.
+
+    Raises LoadError for the model, ConfigError for settings that cannot work, with the nearest that would.
+    """
+    model = load_model(source)
+    spec, policy = model.spec, config.policy
+    budget = config.kv_memory_bytes or default_budget(spec, config)
+    footprint = plan(spec.cache_spec(), config.page_size, policy.key_codec, policy.value_codec, budget)
+    max_model_len = fitting_length(footprint, spec, config, budget)
+    ops = make_ops(config)
+    decoder = Decoder(spec, model.weights, ops, config.page_size)
+    cache = KVCache(footprint, prefix_cache=policy.prefix_cache)
+    scheduler = Scheduler(
+        cache, fingerprint(model, ops, config), max_num_seqs=config.max_num_seqs, step_tokens=config.step_tokens
+    )
+    info = EngineInfo(
+        model_name=model_name or model.name,
+        model_path=str(model.path),
+        backend=f"{ops.name} ({ops.arithmetic})",
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        vocab_size=spec.vocab_size,
+        page_size=config.page_size,
+        key_codec=policy.key_codec,
+        value_codec=policy.value_codec,
+        bytes_per_token=footprint.sealed.bytes_per_token,
+        kv_memory_bytes=footprint.arena_bytes,
+        prefix_cache=policy.prefix_cache,
+    )
+    return Engine(info, model.tokenizer, ops, Runner(decoder, ops, cache), cache, scheduler, max_queue=config.max_queue)
+
+
+def make_ops(config: EngineConfig) -> Ops:
+    """The backend of a configuration."""
+    if config.backend == "cpu":
+        from octavo.ops.cpu import CpuOps
+
+        return CpuOps(threads=config.threads, isa=config.isa)
+    try:
+        from octavo.ops.reference import ReferenceOps
+    except ImportError as error:
+        raise ConfigError(
+            f"the reference backend needs torch ({error}); install it with: pip install 'octavo[torch]'"
+        ) from error
+    return ReferenceOps()
+
+
+def fingerprint(model: LoadedModel, ops: Ops, config: EngineConfig) -> tuple[str, ...]:
+    """Everything that decides the bits of a page beside its tokens and its stored form."""
+    return (
+        f"octavo-{__version__}",
+        f"backend={ops.name}",
+        f"arithmetic={ops.arithmetic}",
+        f"split_pages={SPLIT_PAGES}",
+        f"page_size={config.page_size}",
+        "open=f32",
+        "tensor_parallel=1",
+        f"weights={model.weights_sha256}",
+        f"rope={model.spec.rope!r}",
+    )
+
+
+def default_budget(spec: ModelSpec, config: EngineConfig) -> int:
+    """A quarter of free memory, but no more than full contexts for everyone would fill."""
+    length = config.max_model_len or spec.context_length
+    sealed = build_format(spec.cache_spec(), config.page_size, config.policy.key_codec, config.policy.value_codec)
+    opened = open_format(spec.cache_spec(), config.page_size)
+    frame = frame_bytes_for((sealed.page_bytes, opened.page_bytes))
+    everyone = Footprint(sealed, opened, frame, 0).frames_for([length] * config.max_num_seqs) * frame
+    return min(int(free_memory() * DEFAULT_MEMORY_SHARE), everyone)
+
+
+def fitting_length(footprint: Footprint, spec: ModelSpec, config: EngineConfig, budget: int) -> int:
+    """max_model_len as asked, or the longest that the model and the budget allow."""
+    # The last token's keys and values are never needed, so one more token than the pages hold can be served.
+    fits = footprint.max_tokens_alone() + 1
+    asked = config.max_model_len
+    if asked > spec.context_length:
+        raise ConfigError(
+            f"max_model_len {asked} is beyond this model's context of {spec.context_length} tokens; "
+            f"the most that works is --max-model-len {spec.context_length}"
+        )
+    if asked > fits:
+        needed = footprint.frames_for([asked - 1]) * footprint.frame_bytes
+        raise ConfigError(
+            f"a sequence of {asked} tokens needs {needed:,} bytes of KV memory, the budget is {budget:,}: "
+            f"use --kv-memory {-(-needed // 2**20)}MiB, or --max-model-len {fits}"
+        )
+    return asked or min(spec.context_length, fits)
+
+
+def free_memory() -> int:
+    """Bytes of memory that can be had without swapping, within the container's limit if there is one."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        with open("/proc/meminfo") as lines:
+            free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        pass
+    limits = []
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            with open(limit) as a, open(used) as b:
+                limits.append(int(a.read()) - int(b.read()))
+        except (OSError, ValueError):
+            continue
+    return max(min([free, *limits]), 0)

@@ -1,0 +1,186 @@
+"""Who computes what in the next step.
+
+Decoding sequences first, one token each; then prompts, oldest first, in chunks, until the step's token budget is spent.
+When pages run out the youngest sequence is preempted: its pages are released (published ones stay cached), and it is
+computed again later, to the same bits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from octavo.cache.manager import KVCache
+from octavo.cache.pages import OPEN
+from octavo.cache.radix import PrefixIdentity
+from octavo.engine.messages import Started
+from octavo.engine.request import Sequence
+from octavo.errors import OutOfPages
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """`n_tokens` more tokens of a sequence whose pages are reserved."""
+
+    sequence: Sequence
+    n_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether this step reaches the sequence's end, so that a token can be sampled."""
+        return self.n_tokens == self.sequence.num_remaining_tokens
+
+
+class Scheduler:
+    """Holds every sequence that is neither finished nor failed: in `waiting` (no pages) or in `running`.
+
+    Both are in order of age; sequences of one request stay together.
+    """
+
+    def __init__(self, cache: KVCache, fingerprint: tuple[str, ...], *, max_num_seqs: int, step_tokens: int) -> None:
+        self._cache = cache
+        self._fingerprint = fingerprint
+        self._max_num_seqs = max_num_seqs
+        self._step_tokens = step_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+        self.hit_tokens = 0
+        self.query_tokens = 0
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def schedule(self) -> list[ScheduledSequence]:
+        """Choose the next step's tokens and reserve their pages. Empty only when there is no work."""
+        step: list[ScheduledSequence] = []
+        budget = self._step_tokens
+        for decoding in (True, False):
+            # A copy, since reserving may preempt from the end of the list.
+            for sequence in list(self.running):
+                if budget == 0:
+                    break
+                if sequence.table is None or sequence.is_decoding != decoding:
+                    continue
+                n = min(sequence.num_remaining_tokens, budget)
+                if self._reserve(sequence, n, step):
+                    step.append(ScheduledSequence(sequence, n))
+                    budget -= n
+        while budget and self.waiting and len(self.running) < self._max_num_seqs:
+            sequence = self.waiting[0]
+            if not self._may_admit(sequence):
+                break
+            self.waiting.popleft()
+            self._admit(sequence)
+            n = min(sequence.num_remaining_tokens, budget)
+            try:
+                self._cache.reserve(sequence.table, n)  # type: ignore[arg-type]
+            except OutOfPages:
+                # Nothing was computed, so this is not a preemption.
+                self._release(sequence)
+                self.waiting.appendleft(sequence)
+                break
+            step.append(ScheduledSequence(sequence, n))
+            budget -= n
+        return step
+
+    def commit(self, step: list[ScheduledSequence]) -> None:
+        """The step has run: count its tokens as computed and publish the pages that it filled."""
+        for item in step:
+            table = item.sequence.table
+            assert table is not None
+            self._cache.commit(table, item.sequence.tokens.view(), item.n_tokens)
+
+    def rollback(self, step: list[ScheduledSequence]) -> None:
+        """The step has failed: give back what was reserved for it."""
+        for item in step:
+            if item.sequence.table is not None:
+                self._cache.rollback(item.sequence.table)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Forget a sequence at any stage and release its pages."""
+        if sequence.table is not None:
+            self._release(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let `child` go on where `parent` stands: at once, sharing its pages, or later through the prefix cache."""
+        if parent.table is not None and len(self.running) < self._max_num_seqs:
+            try:
+                child.table = self._cache.fork(parent.table)
+            except OutOfPages:
+                pass
+            else:
+                self.running.insert(self.running.index(parent) + 1, child)
+                return
+        self.waiting.appendleft(child)
+
+    def _reserve(self, sequence: Sequence, n_tokens: int, step: list[ScheduledSequence]) -> bool:
+        """Reserve, preempting younger sequences as needed; False if `sequence` itself had to go."""
+        assert sequence.table is not None
+        while True:
+            try:
+                self._cache.reserve(sequence.table, n_tokens)
+                return True
+            except OutOfPages:
+                victim = self.running[-1]
+                self._preempt(victim)
+                step[:] = [item for item in step if item.sequence is not victim]
+                if victim is sequence:
+                    return False
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._release(sequence)
+        sequence.preemptions += 1
+        self.preemptions += 1
+        self.waiting.appendleft(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        assert sequence.table is not None
+        self._cache.rollback(sequence.table)
+        self._cache.release(sequence.table)
+        sequence.table = None
+        self.running.remove(sequence)
+
+    def _may_admit(self, sequence: Sequence) -> bool:
+        """Whether starting now is likely to get somewhere.
+
+        A newcomer needs room for its prompt beside a page for everyone who runs. One that was preempted waits until
+        all it can ever need is there beside all that the others can, so that it is not preempted again.
+        """
+        if not self.running:
+            return True
+        size = self._cache.page_size
+        available = self._cache.available_pages()
+        opens_left = self._cache.arena.usage(OPEN).free
+        if opens_left == 0:
+            available -= self._cache.footprint.sealed_per_frame
+        if sequence.preemptions:
+            held = sum(len(s.table.pages) for s in self.running if s.table is not None)
+            wanted = sum(s.max_total_tokens() // size + 1 for s in self.running)
+            return sequence.max_total_tokens() // size + 1 + wanted - held <= available
+        return len(sequence.tokens) // size + 1 + len(self.running) <= available
+
+    def _admit(self, sequence: Sequence) -> None:
+        request = sequence.request
+        identity = PrefixIdentity(
+            self._fingerprint, "", self._cache.footprint.sealed.name, "all", request.message.namespace
+        )
+        sequence.table = self._cache.new_table(identity)
+        self.running.append(sequence)
+        tokens = sequence.tokens.view()
+        # The last token is computed again in any case: its logits choose the next one.
+        limit = 0 if request.wants_prompt_logprobs else len(tokens) - 1
+        cached = self._cache.match_prefix(sequence.table, tokens, limit)
+        if request.num_cached_tokens is None:
+            # Later admissions (after preemption, or of forked choices) find the request's own pages: no hits.
+            request.num_cached_tokens = cached
+            request.admitted = time.monotonic()
+            self.hit_tokens += cached
+            self.query_tokens += request.n_prompt
+            request.sink(Started(request.message.request_id, request.n_prompt, cached))

@@ -1,0 +1,289 @@
+"""The engine's edges: limits, cancelling, stop conditions, queueing, failures. On a tiny model."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from octavo.cache import integrity
+from octavo.config import CachePolicy, EngineConfig, parse_bytes
+from octavo.engine.engine import Engine
+from octavo.engine.messages import (
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    GenerateRequest,
+    PromptProgress,
+    SamplingParams,
+    Started,
+)
+from octavo.errors import CodecRangeError, ConfigError, OverloadedError, RequestError
+from octavo.llm import LLM
+from tests.support.tiny import tiny_engine, tiny_spec
+
+CONFIG = EngineConfig(
+    threads=1, page_size=16, max_num_seqs=4, step_tokens=32, max_queue=4, policy=CachePolicy("int8", "int8")
+)
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 256, length).tolist()
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = tiny_engine(CONFIG)
+    yield engine
+    assert engine.is_healthy()
+    assert engine.call(lambda: integrity.check(engine._cache), timeout_s=10) == []
+    engine.close()
+
+
+@pytest.fixture
+def llm(engine: Engine) -> LLM:
+    return LLM.from_engine(engine)
+
+
+def submit(
+    engine: Engine, tokens: list[int], params: SamplingParams = GREEDY, name: str = "r"
+) -> queue.SimpleQueue[Event]:
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    engine.submit(GenerateRequest(name, tuple(tokens), params), events.put)
+    return events
+
+
+def until_over(events: queue.SimpleQueue[Event]) -> list[Event]:
+    seen: list[Event] = []
+    while not seen or not isinstance(seen[-1], Finished | Failed):
+        seen.append(events.get(timeout=30))
+    return seen
+
+
+def idle(engine: Engine) -> None:
+    deadline = time.monotonic() + 10
+    while engine.stats().requests_running or engine.stats().requests_waiting:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+class TestLimits:
+    def test_lengths_around_the_context(self, engine: Engine, llm: LLM) -> None:
+        limit = engine.info.max_model_len
+        for n_prompt, max_tokens in ((limit - 1, 1), (limit - 9, 9), (limit, 0)):
+            output = llm.generate(
+                prompt(n_prompt), SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+            )
+            assert len(output.outputs[0].token_ids) == max_tokens
+        for n_prompt, max_tokens in ((limit, 1), (limit + 1, 0), (limit + 1, 1), (limit - 1, 2), (10, limit)):
+            with pytest.raises(RequestError) as caught:
+                llm.generate(prompt(n_prompt), SamplingParams(max_tokens=max_tokens))
+            assert caught.value.code == "context_length_exceeded"
+            assert str(limit) in str(caught.value)
+            assert str(n_prompt) in str(caught.value)
+
+    def test_max_tokens_left_open_ends_at_the_context(self, llm: LLM) -> None:
+        limit = llm.engine.info.max_model_len
+        output = llm.generate(prompt(limit - 5), SamplingParams(temperature=0, ignore_eos=True))
+        assert len(output.outputs[0].token_ids) == 5
+        assert output.outputs[0].finish_reason == "length"
+
+    @pytest.mark.parametrize("tokens", [[], [260], [-1], [5, 1 << 40]])
+    def test_bad_tokens(self, engine: Engine, tokens: list[int]) -> None:
+        with pytest.raises(RequestError) as caught:
+            submit(engine, tokens)
+        assert caught.value.param == "prompt"
+
+    @pytest.mark.parametrize(
+        "field", [{"logit_bias": {260: 1.0}}, {"stop_token_ids": (-1,)}, {"stop_token_ids": (999,)}]
+    )
+    def test_bad_tokens_in_parameters(self, engine: Engine, field: dict[str, Any]) -> None:
+        with pytest.raises(RequestError) as caught:
+            submit(engine, [1], SamplingParams(**field))
+        assert caught.value.param == next(iter(field))
+
+    def test_a_full_queue_refuses_and_recovers(self, engine: Engine) -> None:
+        params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+        accepted = [submit(engine, prompt(10), params, f"r{i}") for i in range(8)]
+        with pytest.raises(OverloadedError) as caught:
+            submit(engine, prompt(10), params, "one too many")
+        assert caught.value.retry_after_s > 0
+        for events in accepted:
+            assert isinstance(until_over(events)[-1], Finished)
+        assert isinstance(until_over(submit(engine, prompt(10)))[-1], Finished)
+
+    def test_a_request_id_in_use_fails_alone(self, engine: Engine) -> None:
+        first = submit(engine, prompt(10), SamplingParams(max_tokens=50, ignore_eos=True))
+        second = until_over(submit(engine, prompt(10)))
+        assert isinstance(second[-1], Failed)
+        assert isinstance(until_over(first)[-1], Finished)
+
+    def test_budget_too_small(self) -> None:
+        with pytest.raises(ConfigError, match="--kv-memory"):
+            tiny_engine(EngineConfig(kv_memory_bytes=1000))
+
+    @pytest.mark.parametrize(
+        ("text", "n"), [("64MiB", 64 << 20), ("1.5GB", 1_500_000_000), ("512", 512), ("2 gib", 2 << 30)]
+    )
+    def test_sizes(self, text: str, n: int) -> None:
+        assert parse_bytes(text) == n
+
+    @pytest.mark.parametrize("text", ["", "MiB", "-1GiB", "1 XB", "1e9", "nan"])
+    def test_not_sizes(self, text: str) -> None:
+        with pytest.raises(ConfigError):
+            parse_bytes(text)
+
+
+class TestEnding:
+    def test_events_come_in_order(self, engine: Engine) -> None:
+        events = until_over(submit(engine, prompt(70)))
+        kinds = [type(e) for e in events]
+        assert kinds[0] is Started
+        assert [e.done_tokens for e in events if isinstance(e, PromptProgress)] == [32, 64, 70]
+        assert kinds[4:-1] == [Delta] * 8
+        assert [d.finish_reason for d in events[4:-1]] == [None] * 7 + ["length"]  # type: ignore[union-attr]
+        finished = events[-1]
+        assert isinstance(finished, Finished)
+        assert (finished.prompt_tokens, finished.cached_tokens, finished.completion_tokens) == (70, 0, 8)
+        assert finished.first_token_s is not None
+        assert 0 <= finished.queued_s <= finished.first_token_s <= finished.total_s
+
+    def test_eos_and_stop_tokens(self, llm: LLM) -> None:
+        free = llm.generate(prompt(20), GREEDY).outputs[0]
+        stop = free.token_ids[3]
+        first = free.token_ids.index(stop)
+        stopped = llm.generate(
+            prompt(20), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, stop_token_ids=(stop,))
+        ).outputs[0]
+        assert stopped.token_ids == free.token_ids[: first + 1]
+        assert (stopped.finish_reason, stopped.stop_reason) == ("stop", stop)
+        ended = llm.generate(prompt(20), SamplingParams(temperature=0, max_tokens=8, logit_bias={257: 100.0})).outputs[
+            0
+        ]
+        assert (ended.token_ids, ended.text, ended.finish_reason, ended.stop_reason) == ([257], "", "stop", None)
+
+    def test_stop_strings(self, llm: LLM) -> None:
+        """Forced text, so that the stop string spans tokens."""
+
+        def forced(stop: tuple[str, ...], text: str = "abcabd") -> Any:
+            return llm.generate(
+                text,
+                SamplingParams(temperature=0, max_tokens=12, stop=stop, logit_bias={ord("x"): 100.0}, ignore_eos=True),
+            ).outputs[0]
+
+        assert forced(()).text == "x" * 12
+        stopped = forced(("xxx",))
+        assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == ("", "stop", "xxx")
+        assert len(stopped.token_ids) == 3
+        held = forced(("xxxxxxxxxxxxxy",))
+        assert (held.text, held.finish_reason) == ("x" * 12, "length")
+
+    def test_nothing_to_generate(self, llm: LLM) -> None:
+        output = llm.generate(prompt(40), SamplingParams(max_tokens=0))
+        assert (output.text, output.completion_tokens, output.outputs[0].finish_reason) == ("", 0, "length")
+        assert llm.generate(prompt(40), GREEDY).cached_tokens == 32
+
+    def test_an_unfinished_character_is_not_shown(self, llm: LLM) -> None:
+        output = llm.generate(
+            [65], SamplingParams(temperature=0, max_tokens=1, logit_bias={0xE2: 100.0}, ignore_eos=True)
+        )
+        assert (output.text, output.outputs[0].token_ids) == ("", [0xE2])
+
+
+class TestCancel:
+    def test_while_waiting_running_and_over(self, engine: Engine) -> None:
+        long = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)
+        running = [submit(engine, prompt(10, i), long, f"run{i}") for i in range(4)]
+        waiting = submit(engine, prompt(10), long, "waiting")
+        assert isinstance(running[0].get(timeout=10), Started)
+        for name in ("waiting", "run0", "run1", "run2", "run3", "run0", "unknown"):
+            engine.cancel(name)
+        for events in (*running, waiting):
+            seen = until_over(events)
+            assert isinstance(seen[-1], Finished)
+            assert isinstance(seen[-2], Delta)
+            assert seen[-2].finish_reason == "cancelled"
+        idle(engine)
+        assert engine.stats().open_pages_active == 0
+        assert engine.stats().sealed_pages_active == 0
+
+    def test_in_the_middle_of_a_prompt(self, engine: Engine) -> None:
+        events = submit(engine, prompt(900))
+        while not isinstance(events.get(timeout=10), PromptProgress):
+            pass
+        engine.cancel("r")
+        assert isinstance(until_over(events)[-1], Finished)
+        idle(engine)
+        assert engine.stats().sealed_pages_active == 0
+        again = until_over(submit(engine, prompt(900)))
+        assert isinstance(again[0], Started)
+        assert again[0].cached_tokens % 32 == 0, "whole steps were published, nothing half done"
+
+    def test_choices_that_were_forked(self, engine: Engine) -> None:
+        events = submit(engine, prompt(30), SamplingParams(max_tokens=500, n=3, ignore_eos=True))
+        while not isinstance(events.get(timeout=10), Delta):
+            pass
+        engine.cancel("r")
+        seen = until_over(events)
+        assert [d.index for d in seen if isinstance(d, Delta) and d.finish_reason == "cancelled"] == [0, 1, 2]
+        assert isinstance(seen[-1], Finished)
+
+    def test_leaving_a_stream(self, llm: LLM) -> None:
+        for event in llm.stream(prompt(10), SamplingParams(max_tokens=500, ignore_eos=True)):
+            if isinstance(event, Delta):
+                break
+        idle(llm.engine)  # type: ignore[arg-type]
+
+    def test_closing_fails_what_is_in_flight(self) -> None:
+        engine = tiny_engine(CONFIG)
+        events = submit(engine, prompt(10), SamplingParams(max_tokens=900, ignore_eos=True))
+        engine.close()
+        assert isinstance(until_over(events)[-1], Failed)
+        with pytest.raises(Exception, match="stopped"):
+            submit(engine, prompt(10))
+
+
+def test_a_page_that_cannot_be_sealed_fails_its_request_alone() -> None:
+    """f16 cannot hold the keys of this model at some prompts; their batch mates must not notice."""
+    spec = tiny_spec(qkv_bias=True)
+    policy = CachePolicy("f16", "f16")
+    engine = tiny_engine(EngineConfig(threads=1, page_size=16, policy=policy), spec=spec)
+    with LLM.from_engine(engine) as llm:
+        good = llm.generate(prompt(40), GREEDY)
+        original = engine._runner.run
+
+        def poisoned(step: Any) -> Any:
+            if any(item.sequence.request.message.request_id == "bad" for item in step):
+                raise CodecRangeError("codec f16: a value is beyond its range")
+            return original(step)
+
+        engine._runner.run = poisoned  # type: ignore[method-assign]
+        mates = [submit(engine, prompt(40, i), GREEDY, f"good{i}") for i in range(3)]
+        bad = submit(engine, prompt(40), GREEDY, "bad")
+        failed = until_over(bad)[-1]
+        assert isinstance(failed, Failed)
+        assert isinstance(failed.error, CodecRangeError)
+        for events in mates:
+            assert isinstance(until_over(events)[-1], Finished)
+        assert llm.generate(prompt(40), GREEDY).outputs[0].token_ids == good.outputs[0].token_ids
+        assert engine.call(lambda: integrity.check(engine._cache), timeout_s=10) == []
+
+
+def test_a_death_of_the_thread_is_seen_and_answered() -> None:
+    engine = tiny_engine(CONFIG)
+
+    def broken(step: Any) -> Any:
+        raise RuntimeError("planted")
+
+    engine._runner.run = broken  # type: ignore[method-assign]
+    assert isinstance(until_over(submit(engine, prompt(10)))[-1], Failed)
+    engine._thread.join(10)
+    assert not engine.is_healthy()
+    with pytest.raises(Exception, match="stopped"):
+        submit(engine, prompt(10))
