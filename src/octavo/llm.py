@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import queue
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -85,7 +86,7 @@ class LLM:
         from octavo.engine.build import build_engine
 
         config = EngineConfig(
-            kv_memory_bytes=parse_bytes(kv_memory) if kv_memory is not None else 0,
+            kv_memory_bytes=None if kv_memory is None else parse_bytes(kv_memory),
             policy=policy or CachePolicy(),
             **settings,
         )
@@ -109,9 +110,9 @@ class LLM:
 
         A prompt is text or token ids. Raises RequestError for the first prompt that cannot be served.
         """
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-            return self._run([self._tokens(prompts)], params, namespace)[0]  # type: ignore[arg-type]
-        return self._run([self._tokens(p) for p in prompts], params, namespace)  # type: ignore[arg-type]
+        if _is_one_prompt(prompts):
+            return self._run([self._tokens(prompts)], params, namespace)[0]
+        return self._run([self._tokens(p) for p in prompts], params, namespace)
 
     def chat(
         self,
@@ -129,8 +130,7 @@ class LLM:
     ) -> Iterator[Event]:
         """The engine's events for one prompt or conversation, as they happen: Started, PromptProgress ..., Delta ...,
         Finished. Leaving the loop early cancels the request."""
-        first = prompt[0] if not isinstance(prompt, str) and prompt else None
-        chat = isinstance(first, Mapping)
+        chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
         tokens = self.tokenizer.apply_chat_template(prompt) if chat else self._tokens(prompt)  # type: ignore[arg-type]
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         request = self._request(tokens, params, namespace)
@@ -162,10 +162,12 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _tokens(self, prompt: Prompt) -> list[int]:
+    def _tokens(self, prompt: object) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, parse_special=True)
-        return list(prompt)
+        if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+            raise RequestError(f"a prompt is text or token ids, got {type(prompt).__name__}", param="prompt")
+        return [_token_id(token) for token in prompt]
 
     def _request(self, tokens: list[int], params: SamplingParams | None, namespace: str) -> GenerateRequest:
         return GenerateRequest(f"llm-{uuid.uuid4().hex}", tuple(tokens), params or SamplingParams(), namespace)
@@ -194,6 +196,21 @@ class LLM:
                 self.engine.cancel(request_id)
             raise
         return list(outputs.values())
+
+
+def _is_one_prompt(prompts: object) -> bool:
+    """Text or token ids, rather than a sequence of such."""
+    if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):
+        return True
+    first = next(iter(prompts), None)
+    return first is not None and not isinstance(first, str | bytes | Iterable)
+
+
+def _token_id(token: object) -> int:
+    """An int, or what numpy has for one. Raises RequestError rather than rounding."""
+    if isinstance(token, bool) or not hasattr(token, "__index__"):
+        raise RequestError(f"a prompt's token ids are integers, got {token!r}", param="prompt")
+    return operator.index(token)
 
 
 def _apply(output: RequestOutput, event: Event) -> None:

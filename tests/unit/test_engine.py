@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from octavo.engine.messages import (
     SamplingParams,
     Started,
 )
-from octavo.errors import CodecRangeError, ConfigError, OverloadedError, RequestError
+from octavo.errors import CodecRangeError, ConfigError, EngineStopped, OverloadedError, RequestError
 from octavo.llm import LLM
 from tests.support.tiny import tiny_engine, tiny_spec
 
@@ -134,7 +135,7 @@ class TestLimits:
     def test_sizes(self, text: str, n: int) -> None:
         assert parse_bytes(text) == n
 
-    @pytest.mark.parametrize("text", ["", "MiB", "-1GiB", "1 XB", "1e9", "nan"])
+    @pytest.mark.parametrize("text", ["", "MiB", "-1GiB", "1 XB", "1e9", "nan", "0", "0MiB", "99999999999999999999TiB"])
     def test_not_sizes(self, text: str) -> None:
         with pytest.raises(ConfigError):
             parse_bytes(text)
@@ -287,3 +288,114 @@ def test_a_death_of_the_thread_is_seen_and_answered() -> None:
     assert not engine.is_healthy()
     with pytest.raises(Exception, match="stopped"):
         submit(engine, prompt(10))
+
+
+def test_a_fault_in_one_request_ends_that_request_alone() -> None:
+    engine = tiny_engine(CONFIG)
+    with LLM.from_engine(engine) as llm:
+        good = llm.generate(prompt(40), GREEDY)
+        accept = engine._new_sequence
+
+        def planted(request: Any, index: int, seed: int) -> Any:
+            sequence = accept(request, index, seed)
+            if request.message.request_id == "bad at sampling":
+                sequence.sampler.choose = None
+            if request.message.request_id == "bad at once":
+                raise IndexError("planted")
+            return sequence
+
+        engine._new_sequence = planted  # type: ignore[method-assign]
+        mates = [submit(engine, prompt(40, i), GREEDY, f"good{i}") for i in range(2)]
+        for name in ("bad at sampling", "bad at once"):
+            assert isinstance(until_over(submit(engine, prompt(40), GREEDY, name))[-1], Failed)
+        assert all(isinstance(until_over(events)[-1], Finished) for events in mates)
+        assert llm.generate(prompt(40), GREEDY).outputs[0].token_ids == good.outputs[0].token_ids
+        assert engine.call(lambda: integrity.check(engine._cache), timeout_s=10) == []
+        assert engine.stats().open_pages_active == 0
+
+
+class TestTogether:
+    def test_one_prefix_is_computed_once(self) -> None:
+        prefix, tails = prompt(200), [prompt(5, 50 + i) for i in range(8)]
+        config = replace(CONFIG, max_num_seqs=8, max_queue=16, step_tokens=512)
+        with LLM.from_engine(tiny_engine(config)) as llm:
+            outputs = llm.generate([prefix + tail for tail in tails], GREEDY)
+            assert [o.cached_tokens for o in outputs] == [0] + [192] * 7
+            alone = [llm.generate(prefix + tail, GREEDY, namespace=f"{i}") for i, tail in enumerate(tails)]
+            assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in alone]
+            assert all(o.cached_tokens == 0 for o in alone), "namespaces share nothing"
+            assert llm.stats().prompt_tokens == 16 * 205
+
+    def test_followers_of_a_cancelled_leader_go_on(self, engine: Engine) -> None:
+        leader = submit(engine, prompt(900), GREEDY, "leader")
+        followers = [submit(engine, prompt(900), GREEDY, f"follower{i}") for i in range(2)]
+        while not isinstance(leader.get(timeout=10), PromptProgress):
+            pass
+        engine.cancel("leader")
+        seen = [until_over(events) for events in followers]
+        assert all(isinstance(events[-1], Finished) for events in seen)
+        assert isinstance(seen[1][0], Started)
+        assert seen[1][0].cached_tokens == 896
+
+    def test_nobody_waits_where_nothing_is_shared(self) -> None:
+        config = replace(CONFIG, step_tokens=512, policy=CachePolicy("int8", "int8", prefix_cache=False))
+        with LLM.from_engine(tiny_engine(config)) as llm:
+            llm.generate([prompt(100)] * 4, replace(GREEDY, max_tokens=1))
+            assert llm.stats().steps == 1
+
+
+class TestTypes:
+    @pytest.mark.parametrize(
+        "field",
+        [
+            {"seed": 1.5}, {"top_k": 2.5}, {"logprobs": 2.0}, {"logprobs": True}, {"stop": (5,)}, {"stop": 5},
+            {"prompt_logprobs": 2.5}, {"repetition_penalty": 1e-40}, {"temperature": "1"}, {"temperature": None},
+            {"n": 2.0}, {"max_tokens": 2.5}, {"logit_bias": {"5": 1}}, {"logit_bias": [1]}, {"stop_token_ids": "ab"},
+            {"stop_token_ids": (1.0,)}, {"top_p": float("nan")},
+        ],
+    )  # fmt: skip
+    def test_parameters(self, field: dict[str, Any]) -> None:
+        with pytest.raises(RequestError) as caught:
+            SamplingParams(**field)
+        assert caught.value.param == next(iter(field))
+
+    def test_one_stop_string(self, llm: LLM) -> None:
+        params = SamplingParams(temperature=0, max_tokens=9, stop="xx", logit_bias={ord("x"): 100.0}, ignore_eos=True)
+        assert llm.generate([1, 2], params).outputs[0].stop_reason == "xx"
+
+    def test_prompts(self, llm: LLM) -> None:
+        want = llm.generate([1, 2, 3], GREEDY).outputs[0].token_ids
+        for ids in (np.array([1, 2, 3]), (1, 2, 3), [np.int64(1), np.int32(2), 3]):
+            assert llm.generate(ids, GREEDY).outputs[0].token_ids == want
+        assert len(llm.generate([[1, 2], "ab", np.array([3])], GREEDY)) == 3
+        for wrong in ([[1.5, 2.7]], [True, False], b"hi", None, [None], 5, [["a"]]):
+            with pytest.raises(RequestError):
+                llm.generate(wrong, GREEDY)  # type: ignore[arg-type]
+        with pytest.raises(RequestError):
+            llm.generate([1], GREEDY, namespace=["a"])  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize(
+        "field",
+        [
+            {"backend": "foo"}, {"isa": "sse"}, {"threads": 1.5}, {"threads": 100_000}, {"threads": -1},
+            {"kv_memory_bytes": 0}, {"kv_memory_bytes": 1.5}, {"page_size": 33}, {"max_model_len": 1},
+            {"max_num_seqs": 0}, {"step_tokens": 0}, {"policy": "int4"},
+        ],
+    )  # fmt: skip
+    def test_settings(self, field: dict[str, Any]) -> None:
+        with pytest.raises(ConfigError, match=next(iter(field))):
+            EngineConfig(**field)
+
+    def test_memory_that_the_machine_lacks(self) -> None:
+        with pytest.raises(ConfigError, match="free"):
+            tiny_engine(EngineConfig(kv_memory_bytes=100 << 40))
+
+
+def test_a_closed_engine_answers_at_once() -> None:
+    engine = tiny_engine(CONFIG)
+    engine.close()
+    began = time.monotonic()
+    for ask in (engine.page_map, lambda: submit(engine, prompt(4))):
+        with pytest.raises(EngineStopped):
+            ask()
+    assert time.monotonic() - began < 5

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.errors import OctavoError, OverloadedError, RequestError
+from octavo.errors import EngineStopped, OctavoError, OverloadedError, RequestError
 
 log = logging.getLogger("octavo.api")
 
@@ -98,6 +98,8 @@ def to_api_error(error: Exception) -> ApiError:
         return invalid(str(error), param=error.param, code=error.code)
     if isinstance(error, OverloadedError):
         return unavailable(str(error), retry_after_s=error.retry_after_s, code="overloaded")
+    if isinstance(error, EngineStopped):
+        return unavailable(str(error), retry_after_s=30, code="engine_dead")
     if isinstance(error, OctavoError):
         log_unexpected(error)
         return ApiError(500, str(error), code="internal_error")

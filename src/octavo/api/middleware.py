@@ -16,11 +16,9 @@ from octavo.api.settings import ServerSettings
 
 access_log = logging.getLogger("octavo.access")
 
-_MAX_LOGGED_PATH = 120
-
 
 class EdgeMiddleware:
-    """Wraps the application. Its log has method, path, status and time: no query, no header, no body."""
+    """Wraps the application. Its log has method, route, status and time: no query, no header, no body."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app
@@ -52,7 +50,7 @@ class EdgeMiddleware:
                 await response(scope, receive, send_with_id)
         finally:
             milliseconds = (time.monotonic() - began) * 1e3
-            path = _loggable(scope.get("raw_path") or scope["path"].encode())
+            path = _route(scope)
             access_log.info("%s %s %d %.1f ms %s", scope["method"], path, status, milliseconds, request_id)
 
     def _check(self, scope: Scope) -> None:
@@ -64,8 +62,6 @@ class EdgeMiddleware:
             check_origin(headers, host=self._settings.host, is_local=self._settings.is_local)
 
 
-def _loggable(raw_path: bytes) -> str:
-    """The path without its query, in printable ASCII, cut to a line."""
-    path = raw_path.split(b"?")[0][: _MAX_LOGGED_PATH + 1].decode("latin-1")
-    path = "".join(c if 32 < ord(c) < 127 else "?" for c in path)
-    return path if len(path) <= _MAX_LOGGED_PATH else path[: _MAX_LOGGED_PATH - 3] + "..."
+def _route(scope: Scope) -> str:
+    """The pattern of the route that answered, such as /v1/models/{model}: what clients write never reaches the log."""
+    return str(getattr(scope.get("route"), "path", "(no route)"))

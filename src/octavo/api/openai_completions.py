@@ -109,7 +109,7 @@ def encode_prompts(tokenizer: Tokenizer, prompts: list[Prompt], add_special: boo
             check_token_ids(token_ids, tokenizer.vocab_size, param)
         if not token_ids:
             raise invalid(f"{param} has no tokens; at least one is needed to go on from", param=param)
-        text = b"".join(map(tokenizer.token_bytes, token_ids)).decode("utf-8", "replace")
+        text = prompt if isinstance(prompt, str) else tokenizer.decode(token_ids, skip_special=False)
         encoded.append(EncodedPrompt(tuple(token_ids), text))
     return encoded
 

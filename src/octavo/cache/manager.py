@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from octavo.cache.arena import Arena, PageClass
 from octavo.cache.footprint import Footprint
 from octavo.cache.pages import OPEN, SEALED, Page, release
-from octavo.cache.radix import EvictionPolicy, PrefixIdentity, PrefixTree
+from octavo.cache.radix import EvictionPolicy, Node, PrefixIdentity, PrefixTree
 from octavo.cache.table import BlockTable
 from octavo.errors import OutOfPages
 
@@ -70,18 +70,17 @@ class KVCache:
         """
         if table.pages or table.num_computed_tokens:
             raise ValueError("match_prefix needs an empty table")
-        if not self.prefix_cache:
-            return 0
-        max_pages = min(max_tokens, len(tokens)) // self.page_size
-        path = self.tree.match_prefix(
-            table.identity, tokens[: max_pages * self.page_size].tobytes(), self.page_size * tokens.itemsize, max_pages
-        )
+        path = self._published(table.identity, tokens, max_tokens)
         for node in path:
             self.tree.lock(node)
         table.nodes = path
         table.pages = [node.page for node in path]
         table.num_computed_tokens = len(path) * self.page_size
         return table.num_computed_tokens
+
+    def published_tokens(self, identity: PrefixIdentity, tokens: I32, max_tokens: int) -> int:
+        """How many tokens `match_prefix` would find."""
+        return len(self._published(identity, tokens, max_tokens)) * self.page_size
 
     def reserve(self, table: BlockTable, n_tokens: int) -> None:
         """Make room for the next `n_tokens`. Raises OutOfPages with the table unchanged."""
@@ -182,6 +181,13 @@ class KVCache:
             frame_slack_bytes=sealed.frame_slack_bytes + opened.frame_slack_bytes,
             evicted_pages=self.tree.evicted_pages,
         )
+
+    def _published(self, identity: PrefixIdentity, tokens: I32, max_tokens: int) -> list[Node]:
+        if not self.prefix_cache:
+            return []
+        max_pages = min(max_tokens, len(tokens)) // self.page_size
+        whole = tokens[: max_pages * self.page_size].tobytes()
+        return self.tree.match_prefix(identity, whole, self.page_size * tokens.itemsize, max_pages)
 
     def _allocate(self, page_class: PageClass) -> Page:
         while True:

@@ -68,6 +68,9 @@ def chat_command(
                 continue
             if not text.strip():
                 continue
+            if text.startswith("/"):
+                err.print("[red]there are /clear and /quit[/]")
+                continue
             asked = [*messages, {"role": "user", "content": text}]
             try:
                 answer = print_answer(llm.stream(asked, sampling(max_tokens, temperature, seed)), out, err)

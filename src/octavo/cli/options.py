@@ -31,7 +31,7 @@ def local_config(threads: int, kv_memory: str, kv_codec: str) -> EngineConfig:
     """The configuration of a command that serves one user in the terminal."""
     return EngineConfig(
         threads=threads,
-        kv_memory_bytes=0 if kv_memory == "auto" else parse_bytes(kv_memory),
+        kv_memory_bytes=None if kv_memory == "auto" else parse_bytes(kv_memory),
         max_num_seqs=1,
         policy=CachePolicy(key_codec=kv_codec, value_codec=kv_codec),
     )

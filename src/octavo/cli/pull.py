@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from octavo.errors import OctavoError
 from octavo.models.loading.catalog import CATALOG, DEFAULT_MODEL, get_entry, model_path, models_dir
 from octavo.models.loading.fetch import fetch
 from octavo.models.loading.progress import progress_bars
@@ -24,16 +24,12 @@ def pull_command(
     where it stopped.
     """
     if list_models:
-        _print_catalog(Console())
+        # Piped, lines are whole; in a terminal they fold to its width.
+        _print_catalog(Console() if sys.stdout.isatty() else Console(width=200))
         return
-    errors = Console(stderr=True)
-    try:
-        entry = get_entry(name)
-        with progress_bars(errors) as report:
-            path = fetch(entry, models_dir(), report)
-    except OctavoError as error:
-        errors.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
-        raise typer.Exit(1) from None
+    entry = get_entry(name)
+    with progress_bars(Console(stderr=True)) as report:
+        path = fetch(entry, models_dir(), report)
     typer.echo(str(path))
 
 

@@ -13,7 +13,6 @@ from octavo.cli.answer import print_answer
 from octavo.cli.options import (
     KvCodecOption,
     KvMemoryOption,
-    MaxTokensOption,
     ModelArgument,
     SeedOption,
     TemperatureOption,
@@ -23,6 +22,8 @@ from octavo.cli.options import (
 )
 from octavo.errors import ConfigError
 
+DEFAULT_MAX_TOKENS = 512
+
 
 def run_command(
     model: ModelArgument,
@@ -31,7 +32,12 @@ def run_command(
     ] = None,
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="The question, asked after the document.")] = "",
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
-    max_tokens: MaxTokensOption = 512,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-tokens", min=1, help="Tokens to generate at most. Default: 512, or what is left of the context."
+        ),
+    ] = None,
     temperature: TemperatureOption = 0.0,
     seed: SeedOption = None,
     threads: ThreadsOption = 0,
@@ -53,11 +59,14 @@ def run_command(
     with err.status("loading the model"):
         llm = LLM.from_engine(build_engine(model, local_config(threads, kv_memory, kv_codec)))
     with llm:
-        chat = llm.tokenizer.has_chat_template and not raw
-        events = llm.stream(
-            [{"role": "user", "content": text}] if chat else text, sampling(max_tokens, temperature, seed)
-        )
-        print_answer(events, out, err)
+        if llm.tokenizer.has_chat_template and not raw:
+            tokens = llm.tokenizer.apply_chat_template([{"role": "user", "content": text}])
+        else:
+            tokens = llm.tokenizer.encode(text, parse_special=raw)
+        if max_tokens is None:
+            # A long document leaves less room than an answer usually takes; that is no reason to refuse it.
+            max_tokens = max(1, min(DEFAULT_MAX_TOKENS, llm.engine.info.max_model_len - len(tokens)))
+        print_answer(llm.stream(tokens, sampling(max_tokens, temperature, seed)), out, err)
 
 
 def _read(file: Path) -> str:

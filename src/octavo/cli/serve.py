@@ -153,7 +153,7 @@ def serve_command(
     config = EngineConfig(
         backend=backend,
         threads=threads,
-        kv_memory_bytes=0 if kv_memory == "auto" else parse_bytes(kv_memory),
+        kv_memory_bytes=None if kv_memory == "auto" else parse_bytes(kv_memory),
         page_size=page_size,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
@@ -198,7 +198,7 @@ def _announce(err: Console, url: str, info: EngineInfo, open_page: bool) -> None
     tokens = int(info.kv_memory_bytes / info.bytes_per_token)
     err.print(f"  model    {info.model_name}  ({info.backend}), up to {info.max_model_len:,} tokens")
     kept = "" if info.prefix_cache else ", not kept between requests"
-    budget = f"{_mebibytes(info.kv_memory_bytes)}, about {tokens:,} tokens"
+    budget = f"{_mebibytes(info.kv_memory_bytes)}, up to {tokens:,} tokens, less what unfinished pages take"
     err.print(f"  cache    {budget} ({codecs}, {info.page_size} a page{kept})")
     err.print(f"  page     {url}/")
     err.print(f"  API      {url}/v1")

@@ -34,7 +34,13 @@ def build_engine(source: str, config: EngineConfig, model_name: str | None = Non
 def assemble_engine(model: LoadedModel, config: EngineConfig, model_name: str | None = None) -> Engine:
     """An engine around a model that is loaded already. Raises ConfigError."""
     spec, policy = model.spec, config.policy
-    budget = config.kv_memory_bytes or default_budget(spec, config)
+    budget = default_budget(spec, config) if config.kv_memory_bytes is None else config.kv_memory_bytes
+    free = free_memory()
+    if budget > free:
+        raise ConfigError(
+            f"the KV memory budget of {budget:,} bytes is more than the {free:,} bytes of memory that are free; "
+            f"the most that works now is --kv-memory {free // 2**20}MiB"
+        )
     footprint = plan(spec.cache_spec(), config.page_size, policy.key_codec, policy.value_codec, budget)
     max_model_len = fitting_length(footprint, spec, config, budget)
     ops = make_ops(config)

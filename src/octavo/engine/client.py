@@ -32,7 +32,8 @@ class EngineStats:
     """A snapshot, consistent in itself: page counts obey free + cached + active == total per class.
 
     "cached" pages are in the prefix tree and held by no sequence; "active" are held by at least one.
-    Counters only grow; `hit_tokens` and `query_tokens` are prompt tokens found in the prefix tree and looked up.
+    Counters only grow. `prompt_tokens` are those of admitted requests, each request once; `query_tokens` and
+    `hit_tokens` are the ones looked up and found in the prefix tree.
     """
 
     requests_running: int

@@ -7,7 +7,8 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -94,8 +95,8 @@ class Engine:
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._requests: dict[str, Request] = {}
         self._n_pending = 0
-        self._pending_lock = threading.Lock()
-        self._prompt_tokens = 0
+        self._submitting = threading.Lock()
+        self._stopped = False
         self._generation_tokens = 0
         self._steps = 0
         self._closing = False
@@ -108,9 +109,11 @@ class Engine:
 
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
         max_tokens = checked_max_tokens(request, self.info)
-        if not self.is_healthy() or self._closing:
-            raise EngineStopped("the engine has stopped")
-        with self._pending_lock:
+        eos = frozenset() if request.params.ignore_eos else self.tokenizer.eos_token_ids
+        # Under the lock, so that nothing enters the inbox after the engine's thread has emptied it for the last time.
+        with self._submitting:
+            if self._stopped or self._closing:
+                raise EngineStopped("the engine has stopped")
             if self._n_pending >= self._max_queue + self.info.max_num_seqs:
                 raise OverloadedError(
                     f"{self._n_pending} requests are queued or running, the limit is "
@@ -118,8 +121,7 @@ class Engine:
                     retry_after_s=5,
                 )
             self._n_pending += 1
-        eos = frozenset() if request.params.ignore_eos else self.tokenizer.eos_token_ids
-        self._inbox.put(_Submit(Request(request, sink, max_tokens, eos)))
+            self._inbox.put(_Submit(Request(request, sink, max_tokens, eos)))
 
     def cancel(self, request_id: str) -> None:
         self._inbox.put(_Cancel(request_id))
@@ -149,7 +151,10 @@ class Engine:
             except Exception as error:  # noqa: BLE001 - handed to the caller
                 done.put((None, error))
 
-        self._inbox.put(_Call(run))
+        with self._submitting:
+            if self._stopped:
+                raise EngineStopped("the engine has stopped")
+            self._inbox.put(_Call(run))
         try:
             result, error = done.get(timeout=timeout_s)
         except queue.Empty:
@@ -171,6 +176,8 @@ class Engine:
             self._died = error
             log.exception("the engine's thread has died")
         finally:
+            with self._submitting:
+                self._stopped = True
             for request in list(self._requests.values()):
                 self._fail(request, EngineStopped("the engine stopped before the request was done"))
             self._drain_after_stop()
@@ -192,18 +199,17 @@ class Engine:
 
     def _commit(self, step: list[ScheduledSequence], result: StepHidden) -> None:
         for i, item in enumerate(step):
-            request = item.sequence.request
-            if request.wants_prompt_logprobs and item.sequence.index == 0:
-                self._take_prompt_logprobs(item, result, i)
-        sampling = [i for i, item in enumerate(step) if item.samples]
-        prefilling = [item for item in step if not item.sequence.n_generated]
-        self._scheduler.commit(step)
+            if item.sequence.request.wants_prompt_logprobs and item.sequence.index == 0:
+                with self._alone(item.sequence.request):
+                    self._take_prompt_logprobs(item, result, i)
+        alive = [item for item in step if item.sequence.table is not None]
+        sampling = [i for i, item in enumerate(step) if item.sequence.table is not None and item.samples]
+        prefilling = [item for item in alive if not item.sequence.n_generated and item.sequence.index == 0]
+        self._scheduler.commit(alive)
         for item in prefilling:
             request = item.sequence.request
             done = min(item.sequence.num_computed_tokens, request.n_prompt)
-            if item.sequence.index == 0:
-                self._prompt_tokens += item.n_tokens
-                request.sink(PromptProgress(request.message.request_id, done, request.n_prompt))
+            request.sink(PromptProgress(request.message.request_id, done, request.n_prompt))
         if not sampling:
             return
         logits = self._runner.last_logits(result, sampling)
@@ -211,8 +217,19 @@ class Engine:
         logprobs = dict(zip(wanted, self._ops.log_softmax(logits[wanted]), strict=True)) if wanted else {}
         for k, i in enumerate(sampling):
             sequence = step[i].sequence
-            for choice in self._choices(sequence):
-                self._append(choice, logits[k], logprobs.get(k))
+            if sequence.request.message.request_id not in self._requests:
+                continue  # another choice has failed it just now
+            with self._alone(sequence.request):
+                for choice in self._choices(sequence):
+                    self._append(choice, logits[k], logprobs.get(k))
+
+    @contextmanager
+    def _alone(self, request: Request) -> Iterator[None]:
+        """Work on one request only: a fault in it ends that request, not the engine."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - handed to the request's sink
+            self._fail(request, error)
 
     def _choices(self, sequence: Sequence) -> list[Sequence]:
         """The sequence itself, and after its prompt the request's other choices, forked from it."""
@@ -298,7 +315,7 @@ class Engine:
 
     def _forget(self, request: Request) -> None:
         if self._requests.pop(request.message.request_id, None) is not None:
-            with self._pending_lock:
+            with self._submitting:
                 self._n_pending -= 1
 
     def _isolate(self, step: list[ScheduledSequence], error: CodecRangeError) -> None:
@@ -363,16 +380,17 @@ class Engine:
 
     def _accept(self, request: Request) -> None:
         if request.message.request_id in self._requests:
-            with self._pending_lock:
+            with self._submitting:
                 self._n_pending -= 1
             error = RequestError(f"request id {request.message.request_id!r} is in use", param="request_id")
             request.sink(Failed(request.message.request_id, error))
             return
         self._requests[request.message.request_id] = request
-        params = request.message.params
-        seed = params.seed if params.seed is not None else secrets.randbits(63)
-        request.sequences.append(self._new_sequence(request, 0, seed))
-        self._scheduler.add(request.sequences[0])
+        with self._alone(request):
+            params = request.message.params
+            seed = params.seed if params.seed is not None else secrets.randbits(63)
+            request.sequences.append(self._new_sequence(request, 0, seed))
+            self._scheduler.add(request.sequences[0])
 
     def _new_sequence(self, request: Request, index: int, seed: int) -> Sequence:
         message = request.message
@@ -382,7 +400,7 @@ class Engine:
             index,
             TokenBuffer(prompt),
             Sampler(message.params, seed, index, message.prompt_token_ids),
-            ChoiceText(self.tokenizer, message.params.stop),
+            ChoiceText(self.tokenizer, message.params.stop_strings),
         )
 
     def _cancel_now(self, request_id: str) -> None:
@@ -424,7 +442,6 @@ class Engine:
         return engine_stats(
             self._cache,
             self._scheduler,
-            prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             steps=self._steps,
         )

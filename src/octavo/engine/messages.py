@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -12,6 +12,7 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 64
+MAX_TOKEN_ID = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class SamplingParams:
         logit_bias: token id -> added to its logit.
         seed: with a seed the same request gives the same tokens, whatever else runs; None draws one.
         max_tokens: None means up to the context's end.
-        stop: texts that end generation; they are not part of the output.
+        stop: texts that end generation (one may be given as a plain string); they are not part of the output.
         stop_token_ids: tokens that end generation; not part of the text.
         ignore_eos: go on past the model's end-of-sequence tokens.
         logprobs: None, or how many alternatives to report beside each generated token (0: the token alone).
@@ -47,7 +48,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
     max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
+    stop: str | tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
@@ -55,35 +56,68 @@ class SamplingParams:
     n: int = 1
 
     def __post_init__(self) -> None:
-        _check("temperature", self.temperature, 0.0, 100.0)
-        _check("top_k", self.top_k, 0, 1 << 31)
-        _check("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _check("min_p", self.min_p, 0.0, 1.0)
-        _check("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
-        _check("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check("n", self.n, 1, MAX_CHOICES)
-        if self.seed is not None:
-            _check("seed", self.seed, -(1 << 63), (1 << 63) - 1)
-        if self.max_tokens is not None:
-            _check("max_tokens", self.max_tokens, 0, 1 << 31)
-        if self.logprobs is not None:
-            _check("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if self.prompt_logprobs is not None:
-            _check("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        _check_number("temperature", self.temperature, 0.0, 100.0)
+        _check_integer("top_k", self.top_k, 0, 1 << 31)
+        _check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        # Logits divided by less would leave float32.
+        _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_integer("n", self.n, 1, MAX_CHOICES)
+        for name, low, high in (
+            ("seed", -(1 << 63), (1 << 63) - 1),
+            ("max_tokens", 0, 1 << 31),
+            ("logprobs", 0, MAX_LOGPROBS),
+            ("prompt_logprobs", 0, MAX_LOGPROBS),
+        ):
+            value = getattr(self, name)
+            if value is not None:
+                _check_integer(name, value, low, high)
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError(
+                f"logit_bias maps token ids to numbers, got {_shown(self.logit_bias)}", param="logit_bias"
+            )
         for token, bias in self.logit_bias.items():
-            _check("logit_bias", bias, -100.0, 100.0)
-            if token < 0:
-                raise RequestError(f"logit_bias: token ids are not negative, got {token}", param="logit_bias")
-        if any(not s for s in self.stop):
+            _check_integer("logit_bias", token, 0, MAX_TOKEN_ID)
+            _check_number("logit_bias", bias, -100.0, 100.0)
+        self._check_stops()
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def _check_stops(self) -> None:
+        stop: object = self.stop
+        if not isinstance(stop, str | Sequence) or not all(isinstance(s, str) for s in self.stop_strings):
+            raise RequestError(f"stop is a string or a sequence of strings, got {_shown(stop)}", param="stop")
+        if not all(self.stop_strings):
             raise RequestError("stop: an empty stop string matches everywhere; leave it out", param="stop")
+        ids: object = self.stop_token_ids
+        if isinstance(ids, str) or not isinstance(ids, Sequence):
+            raise RequestError(f"stop_token_ids is a sequence of token ids, got {_shown(ids)}", param="stop_token_ids")
+        for token in ids:
+            _check_integer("stop_token_ids", token, 0, MAX_TOKEN_ID)
 
 
-def _check(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+def _check_number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise RequestError(f"{name} must be a number, got {_shown(value)}", param=name)
     # Written so that NaN fails.
     if not ((low < value if open_low else low <= value) and value <= high):
         left = "greater than" if open_low else "at least"
         raise RequestError(f"{name} must be {left} {low} and at most {high}, got {value}", param=name)
+
+
+def _check_integer(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name} must be an integer, got {_shown(value)}", param=name)
+    _check_number(name, value, low, high)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +131,14 @@ class GenerateRequest:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     namespace: str = ""
+
+    def __post_init__(self) -> None:
+        for name, value in (("request_id", self.request_id), ("namespace", self.namespace)):
+            if not isinstance(value, str):
+                raise RequestError(f"{name} must be a string, got {_shown(value)}", param=name)
+        for token in self.prompt_token_ids:
+            if type(token) is not int:
+                raise RequestError(f"a prompt's token ids are integers, got {_shown(token)}", param="prompt")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.engine.messages import SamplingParams, TokenLogprob
+from octavo.errors import OctavoError
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
@@ -37,6 +38,8 @@ class Sampler:
     def choose(self, logits: F32, position: int) -> int:
         """logits: float32 [vocab] -> token id. `position` is the new token's index in its sequence."""
         row = self._adjusted(logits) if self._adjusts else logits
+        if not np.isfinite(row.max()):
+            raise OctavoError("the model's logits are not finite numbers; its weights may be damaged")
         token = int(np.argmax(row)) if self._params.temperature == 0 else self._draw(row, position)
         if self._adjusts:
             self._counts[token] += 1

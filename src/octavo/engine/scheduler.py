@@ -10,10 +10,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
 
 from octavo.cache.manager import KVCache
 from octavo.cache.pages import OPEN
 from octavo.cache.radix import PrefixIdentity
+from octavo.cache.table import BlockTable
 from octavo.engine.messages import Started
 from octavo.engine.request import Sequence
 from octavo.errors import OutOfPages
@@ -46,6 +50,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
+        self.prompt_tokens = 0
         self.hit_tokens = 0
         self.query_tokens = 0
 
@@ -70,23 +75,28 @@ class Scheduler:
                 if self._reserve(sequence, n, step):
                     step.append(ScheduledSequence(sequence, n))
                     budget -= n
-        while budget and self.waiting and len(self.running) < self._max_num_seqs:
-            sequence = self.waiting[0]
-            if not self._may_admit(sequence):
-                break
-            self.waiting.popleft()
-            self._admit(sequence)
+        self._admit_waiting(step, budget)
+        return step
+
+    def _admit_waiting(self, step: list[ScheduledSequence], budget: int) -> None:
+        """Start waiting sequences, oldest first, as far as the budget and the pages go."""
+        for sequence in list(islice(self.waiting, self._max_num_seqs)):
+            if budget == 0 or len(self.running) >= self._max_num_seqs or not self._may_admit(sequence):
+                return
+            if self._is_being_computed(sequence):
+                continue  # its prefix is a few steps from being published: then it is a hit
+            self.waiting.remove(sequence)
+            table = self._admit(sequence)
             n = min(sequence.num_remaining_tokens, budget)
             try:
-                self._cache.reserve(sequence.table, n)  # type: ignore[arg-type]
+                self._cache.reserve(table, n)
             except OutOfPages:
                 # Nothing was computed, so this is not a preemption.
                 self._release(sequence)
                 self.waiting.appendleft(sequence)
-                break
+                return
             step.append(ScheduledSequence(sequence, n))
             budget -= n
-        return step
 
     def commit(self, step: list[ScheduledSequence]) -> None:
         """The step has run: count its tokens as computed and publish the pages that it filled."""
@@ -166,21 +176,48 @@ class Scheduler:
             return sequence.max_total_tokens() // size + 1 + wanted - held <= available
         return len(sequence.tokens) // size + 1 + len(self.running) <= available
 
-    def _admit(self, sequence: Sequence) -> None:
+    def _is_being_computed(self, sequence: Sequence) -> bool:
+        """Whether a running sequence is computing pages of this one's prompt that nobody has published yet.
+
+        So of many equal prefixes that arrive together one is computed. Should the leader be cancelled or preempted,
+        the next in line leads.
+        """
+        if not self._cache.prefix_cache or sequence.request.wants_prompt_logprobs:
+            return False
+        tokens, size = sequence.tokens.view(), self._cache.page_size
+        published = self._cache.published_tokens(self._identity(sequence), tokens, len(tokens) - 1)
+        for other in self.running:
+            if other.table is None or other.table.identity != self._identity(sequence):
+                continue
+            # What the leader will publish: its prompt's full pages, as far as they are this one's too.
+            n = min(other.request.n_prompt, len(tokens) - 1) // size * size
+            if n <= max(published, other.num_computed_tokens) // size * size:
+                continue
+            different = np.flatnonzero(other.tokens.view()[:n] != tokens[:n])
+            shared = (int(different[0]) if len(different) else n) // size * size
+            if shared > max(published, other.num_computed_tokens):
+                return True
+        return False
+
+    def _identity(self, sequence: Sequence) -> PrefixIdentity:
+        form, namespace = self._cache.footprint.sealed.name, sequence.request.message.namespace
+        return PrefixIdentity(self._fingerprint, "", form, "all", namespace)
+
+    def _admit(self, sequence: Sequence) -> BlockTable:
         request = sequence.request
-        identity = PrefixIdentity(
-            self._fingerprint, "", self._cache.footprint.sealed.name, "all", request.message.namespace
-        )
-        sequence.table = self._cache.new_table(identity)
+        sequence.table = table = self._cache.new_table(self._identity(sequence))
         self.running.append(sequence)
         tokens = sequence.tokens.view()
         # The last token is computed again in any case: its logits choose the next one.
         limit = 0 if request.wants_prompt_logprobs else len(tokens) - 1
-        cached = self._cache.match_prefix(sequence.table, tokens, limit)
+        cached = self._cache.match_prefix(table, tokens, limit)
         if request.num_cached_tokens is None:
             # Later admissions (after preemption, or of forked choices) find the request's own pages: no hits.
             request.num_cached_tokens = cached
             request.admitted = time.monotonic()
-            self.hit_tokens += cached
-            self.query_tokens += request.n_prompt
+            self.prompt_tokens += request.n_prompt
+            if self._cache.prefix_cache and limit:
+                self.hit_tokens += cached
+                self.query_tokens += request.n_prompt
             request.sink(Started(request.message.request_id, request.n_prompt, cached))
+        return table

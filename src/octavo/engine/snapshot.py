@@ -8,9 +8,7 @@ from octavo.engine.client import EngineStats
 from octavo.engine.scheduler import Scheduler
 
 
-def engine_stats(
-    cache: KVCache, scheduler: Scheduler, *, prompt_tokens: int, generation_tokens: int, steps: int
-) -> EngineStats:
+def engine_stats(cache: KVCache, scheduler: Scheduler, *, generation_tokens: int, steps: int) -> EngineStats:
     counts = cache.stats()
     return EngineStats(
         requests_running=len(scheduler.running),
@@ -27,7 +25,7 @@ def engine_stats(
         kv_total_bytes=counts.frames_total * counts.frame_bytes,
         hit_tokens=scheduler.hit_tokens,
         query_tokens=scheduler.query_tokens,
-        prompt_tokens=prompt_tokens,
+        prompt_tokens=scheduler.prompt_tokens,
         generation_tokens=generation_tokens,
         preemptions=scheduler.preemptions,
         evicted_pages=counts.evicted_pages,

@@ -66,6 +66,8 @@ def load_model(source: str | Path, *, report: Report = silent) -> LoadedModel:
 
 def locate_model(source: str | Path, *, report: Report = silent) -> LocatedModel:
     """Where the model lies, after fetching it if need be. What exists on disk comes before names."""
+    if not str(source):
+        raise LoadError("no model is named; give a catalog name, a file, a directory or a hub id")
     path = Path(source).expanduser()
     if path.is_dir():
         return LocatedModel(path.resolve().name, path)
