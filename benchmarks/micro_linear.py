@@ -2,9 +2,10 @@
 
     python benchmarks/micro_linear.py [--threads 2] [--shape smollm2] [--rows 1 8 64 512] [--type Q4_1]
 
-All layers of the shape are allocated with random weights, so that a step at one row reads them from memory as a real
-one does. GB/s counts weight bytes in kernel order (what must be read); GOP/s counts two operations per multiply-add. The
-head computes one row, as a decode step does. Figures are the best of the repeats, since other load only adds time.
+All layers of the shape are allocated with random weights, so that a step at one row reads them from memory as a
+real one does. GB/s counts weight bytes in kernel order (what must be read); GOP/s counts two operations per
+multiply-add. The head computes one row, as a decode step does. Figures are the best of the repeats, since other load
+only adds time.
 """
 
 from __future__ import annotations
