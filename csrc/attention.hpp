@@ -109,6 +109,7 @@ class Step {
   std::vector<uint8_t> page_format_;
   std::vector<uint8_t> formats_used_;
   std::vector<OwnPage> own_;             // pages that may be written at once
+  std::vector<size_t> sealing_;          // those of own_ that complete
   size_t n_direct_ = 0;                  // own_[0, n_direct_) before own_[n_direct_, ...): tails that reuse an open page
   size_t n_scratch_ = 0;
   std::vector<Tile> tiles_;
