@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 CPP    := CMakeLists.txt $(wildcard csrc/*) $(wildcard csrc/tests/*)
 TEST_MODELS := smollm2-135m qwen2.5-coder-0.5b
 
-.PHONY: setup serve test test-slow check sanitize bench clean models format
+.PHONY: setup serve test test-slow check sanitize bench browser clean models format
 
 setup: $(VENV)/.base  ## install the server alone (no torch)
 
@@ -15,7 +15,7 @@ serve: $(VENV)/.base  ## install, fetch the default model, serve it, open the pa
 	$(BIN)/octavo pull $(MODEL)
 	$(BIN)/octavo serve $(MODEL) --open
 
-test: check models  ## install, check, run the tests
+test: check models browser  ## install, check, run the tests
 	$(BIN)/python -m pytest -q
 
 test-slow: $(VENV)/.dev models  ## the checks that take minutes
@@ -29,6 +29,13 @@ check: $(VENV)/.dev models  ## lint, types, import layers, examples in the docs
 
 models: $(VENV)/.dev  ## fetch the models that the tests run on
 	for m in $(TEST_MODELS); do $(BIN)/octavo pull $$m || exit 1; done
+
+browser:  ## the browser that the page is tested in
+	@command -v chromium >/dev/null || [ -n "$$OCTAVO_CHROMIUM" ] || { \
+	  echo "installing chromium, which the tests of the page need"; \
+	  SUDO=$$([ "$$(id -u)" = 0 ] || echo sudo); \
+	  $$SUDO apt-get update -qq && $$SUDO apt-get install -y -qq --no-install-recommends chromium >/dev/null; \
+	} || { echo "could not install chromium; install it, or set OCTAVO_CHROMIUM to a Chromium or Chrome"; exit 1; }
 
 sanitize:  ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	cmake -S . -B build/sanitize -DCMAKE_BUILD_TYPE=RelWithDebInfo -DOCTAVO_SANITIZE=ON -DOCTAVO_TESTS=ON -DOCTAVO_PYTHON=OFF

@@ -53,7 +53,11 @@ class Agreement:
 
 
 def compare(oracle: Sequence[OracleStep], tokens: Sequence[int], tolerance: float = TOLERANCE) -> Agreement:
-    """Compare tokens with an oracle's greedy run from the same prompt."""
+    """Compare tokens with an oracle's greedy choices from the same prompt.
+
+    The choices may be those of a run of its own, or those that it makes along `tokens`: up to the first difference, all
+    that counts, they are the same.
+    """
     n = min(len(oracle), len(tokens))
     for i in range(n):
         step = oracle[i]

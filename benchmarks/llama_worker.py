@@ -136,18 +136,19 @@ class LlamaWorker:
                 result.extend(-float(p[t]) for p, t in zip(logprobs, targets[row : row + ROWS], strict=True))
         return {"nll": result}
 
-    def greedy(self, tokens: list[int], n: int) -> Mapping[str, Any]:
-        """n greedy tokens after `tokens`, each with the log-probabilities of the two likeliest."""
+    def greedy_along(self, prompt: list[int], continuation: list[int]) -> Mapping[str, Any]:
+        """What greedy decoding would choose at every token of a continuation, given those before it: the two likeliest
+        tokens with their log-probabilities."""
         self._clear()
-        for end in self._chunks(tokens, []):
-            self._decode(tokens[len(self._tokens) : end], last_logits=end == len(tokens))
+        for end in self._chunks(prompt, []):
+            self._decode(prompt[len(self._tokens) : end], last_logits=end == len(prompt))
         steps = []
-        for i in range(n):
+        for i, token in enumerate(continuation):
             logprobs = _log_softmax(self._logits(-1)[None])[0]
             second, best = np.argsort(logprobs, kind="stable")[-2:]
             steps.append([int(best), float(logprobs[best]), int(second), float(logprobs[second])])
-            if i + 1 < n:
-                self._decode([int(best)], last_logits=True)
+            if i + 1 < len(continuation):
+                self._decode([token], last_logits=True)
         return {"steps": steps}
 
     def _chunks(self, tokens: Sequence[int], marks: Sequence[int]) -> list[int]:
@@ -190,5 +191,5 @@ if __name__ == "__main__":
     worker = LlamaWorker()
     serve({
         "load": worker.load, "tokenize": worker.tokenize, "prefill": worker.prefill, "decode": worker.decode,
-        "nll": worker.nll, "greedy": worker.greedy,
+        "nll": worker.nll, "greedy_along": worker.greedy_along,
     })  # fmt: skip

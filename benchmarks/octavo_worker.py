@@ -105,17 +105,12 @@ class OctavoWorker:
         return {"nll": [-entry.logprob for entry in output.prompt_logprobs[1:]]}
 
     def greedy(self, tokens: list[int], n: int) -> Mapping[str, Any]:
-        """n greedy tokens after `tokens`, each with the log-probabilities of the two likeliest."""
-        output = self._llm.generate(tokens, _greedy(n, logprobs=2))
-        steps = []
-        for entry in output.outputs[0].logprobs:
-            (best, logprob), (second, second_logprob) = entry.top
-            steps.append([best, logprob, second, second_logprob])
-        return {"steps": steps}
+        """n greedy tokens after `tokens`."""
+        return {"tokens": self._llm.generate(tokens, _greedy(n)).outputs[0].token_ids}
 
 
-def _greedy(max_tokens: int, logprobs: int | None = None) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, logprobs=logprobs)
+def _greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
 
 
 if __name__ == "__main__":

@@ -34,14 +34,14 @@ def measure(model: str, oracles: list[str], backend: str, threads: int) -> dict[
     prompts = encoded(load_model(path).tokenizer)
     with octavo_worker() as octavo:
         octavo.call("load", model=str(path), cache="f32", threads=threads, n_ctx=N_CTX, backend=backend)
-        ours = [_tokens(octavo, tokens) for _, tokens in prompts]
+        ours = [octavo.call("greedy", tokens=tokens, n=N_TOKENS)["tokens"] for _, tokens in prompts]
     results: dict[str, list[Row]] = {}
     for name in oracles:
         rows = results.setdefault(name, [])
         with _start(name, path, threads) as oracle:
             for (text, tokens), got in zip(prompts, ours, strict=True):
-                steps = [OracleStep(*step) for step in oracle.call("greedy", tokens=tokens, n=N_TOKENS)["steps"]]
-                agreement = compare(steps, got)
+                steps = oracle.call("greedy_along", prompt=tokens, continuation=got)["steps"]
+                agreement = compare([OracleStep(*step) for step in steps], got)
                 print(f"{model} / {name}: {_verdict(agreement):36} {text[:50]!r}", flush=True)
                 rows.append({"prompt": text, "agrees": agreement.agrees, **asdict(agreement)})
     return results
@@ -52,10 +52,6 @@ def _start(oracle: str, path: Path, threads: int) -> Worker:
     settings = {"cache": "f32", "n_ctx": N_CTX} if oracle == "llama.cpp" else {}
     worker.call("load", model=str(path), threads=threads, **settings)
     return worker
-
-
-def _tokens(worker: Worker, prompt: list[int]) -> list[int]:
-    return [step[0] for step in worker.call("greedy", tokens=prompt, n=N_TOKENS)["steps"]]
 
 
 def _verdict(agreement: Agreement) -> str:

@@ -1,6 +1,6 @@
 """What each cache codec costs in perplexity, and what 8-bit activations cost, on a novel.
 
-    python -m benchmarks.perplexity [--models smollm2-135m,qwen2.5-coder-0.5b] [--text persuasion] [--quick]
+    python -m benchmarks.perplexity [--models smollm2-135m,qwen2.5-coder-0.5b] [--text persuasion] [--no-peers] [--quick]
 
 Windows of 2,048 tokens are spread evenly over the text; every token from position 256 on is scored, so that each
 scored query attends to at least eight sealed pages of 32 tokens, as Octavo's queries always do. All engines read the
@@ -98,11 +98,11 @@ class Measurement:
                 size = self.plan.long_stretch
                 self.long_nll[label] = [nll[i : i + size] for i in range(0, len(nll) - size + 1, size)]
 
-    def read_all(self) -> None:
+    def read_all(self, peers: bool) -> None:
         n_ctx = max(self.plan.window, len(self.long))
         for codec in CODECS:
             self.read(f"octavo {codec}", octavo_worker, long=True, cache=codec, n_ctx=n_ctx, backend=self.backend)
-        for cache in LLAMA_CACHES:
+        for cache in LLAMA_CACHES if peers else ():
             self.read(f"llama.cpp {cache}", llama_worker, long=False, cache=cache, n_ctx=n_ctx)
         self.read("transformers f32", transformers_worker, long=False)
 
@@ -192,9 +192,9 @@ def _percent(change: dict[str, Any]) -> str:
     return f"{change['percent']:+.3f}" + ("" if math.isnan(error) else f" ± {error:.3f}")
 
 
-def measure(model: str, text: str, plan: Plan, threads: int, backend: str) -> dict[str, Any]:
+def measure(model: str, text: str, plan: Plan, threads: int, backend: str, peers: bool) -> dict[str, Any]:
     run = Measurement(model, text, plan, threads, backend)
-    run.read_all()
+    run.read_all(peers)
     rows = run.rows(run.divergences())
     found = verdicts(model, rows)
     print(
@@ -210,10 +210,13 @@ def main() -> None:
     parser.add_argument("--text", default="persuasion")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--backend", default="cpu", choices=["cpu", "reference"])
+    parser.add_argument("--no-peers", action="store_true", help="leave llama.cpp out")
     parser.add_argument("--quick", action="store_true", help="two short windows: a look, not a figure")
     args = parser.parse_args()
     plan = QUICK if args.quick else Plan()
-    results = {m: measure(m, args.text, plan, args.threads, args.backend) for m in args.models.split(",")}
+    results = {
+        m: measure(m, args.text, plan, args.threads, args.backend, not args.no_peers) for m in args.models.split(",")
+    }
     settings = {
         **asdict(plan),
         "quick": args.quick,

@@ -74,7 +74,8 @@ def speed_table(kind: str) -> Callable[[dict[str, Record]], str]:
         load = max(p["other_load"]["other"] for p in pairs.values())
         return (
             f"{speed.markdown(pairs, kind)}\n\n{record['settings']['model']}; median (lowest-highest) of the runs. "
-            f"{_origin(record)}; everything else on the machine used at most {load:.2f} cores on average meanwhile."
+            f"{_origin(record)}; everything else on the machine used at most {load:.2f} cores on average meanwhile.\n\n"
+            f"![{kind} speed](images/{kind}.svg)"
         )
 
     return make

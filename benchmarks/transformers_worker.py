@@ -41,19 +41,22 @@ class TransformersWorker:
         return {"nll": result}
 
     @torch.inference_mode()
-    def greedy(self, tokens: list[int], n: int) -> Mapping[str, Any]:
-        """n greedy tokens after `tokens`, each with the log-probabilities of the two likeliest."""
-        steps, past, rows = [], None, torch.tensor([tokens])
-        for _ in range(n):
-            output = self._model(rows, past_key_values=past, use_cache=True, logits_to_keep=1)
-            past = output.past_key_values
-            top = torch.log_softmax(output.logits[0, -1], dim=-1).topk(2)
-            (best, second), (logprob, second_logprob) = top.indices.tolist(), top.values.tolist()
-            steps.append([best, logprob, second, second_logprob])
-            rows = torch.tensor([[best]])
-        return {"steps": steps}
+    def greedy_along(self, prompt: list[int], continuation: list[int]) -> Mapping[str, Any]:
+        """What greedy decoding would choose at every token of a continuation, given those before it: the two likeliest
+        tokens with their log-probabilities."""
+        rows = torch.tensor([prompt + continuation[:-1]])
+        logits = self._model(rows, logits_to_keep=len(continuation)).logits[0]
+        top = torch.log_softmax(logits, dim=-1).topk(2)
+        return {
+            "steps": [
+                [best, logprob, second, second_logprob]
+                for (best, second), (logprob, second_logprob) in zip(
+                    top.indices.tolist(), top.values.tolist(), strict=True
+                )
+            ]
+        }
 
 
 if __name__ == "__main__":
     worker = TransformersWorker()
-    serve({"load": worker.load, "nll": worker.nll, "greedy": worker.greedy})
+    serve({"load": worker.load, "nll": worker.nll, "greedy_along": worker.greedy_along})

@@ -40,6 +40,10 @@ class OverloadedError(OctavoError):
         self.retry_after_s = retry_after_s
 
 
+class EngineStopped(OctavoError):
+    """The engine was closed, or its thread has died, before the request was done."""
+
+
 class CodecRangeError(OctavoError):
     """A value cannot be stored by the codec (NaN, infinity, or a scale beyond its format's range)."""
 

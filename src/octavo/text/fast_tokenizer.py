@@ -6,7 +6,7 @@ is a choice per call (the library's switch is a setting of the whole tokenizer, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,16 +64,20 @@ class FastTokenizer:
         ids += self._encode_parts(self._specials.split(text) if parse_special else [text])
         return [*ids, *self._parts.suffix] if add_special else ids
 
-    def _encode_parts(self, parts: Iterable[str | SpecialToken]) -> list[int]:
+    def _encode_parts(self, parts: Sequence[str | SpecialToken]) -> list[int]:
+        texts = [part for part in parts if isinstance(part, str)]
+        at_start = bool(parts) and isinstance(parts[0], str)
+        encoded = _encode_plain(self._parts.plain, texts[:1]) if at_start else []
+        encoded += _encode_plain(self._parts.inner, texts[len(encoded) :])
+        renumbered = self._parts.renumbered
+        following = iter(encoded)
         ids: list[int] = []
-        plain, renumbered = self._parts.plain, self._parts.renumbered
         for part in parts:
             if isinstance(part, SpecialToken):
                 ids.append(part.id)
             else:
-                found = _encode_plain(plain, part)
+                found = next(following)
                 ids += [renumbered.get(i, i) for i in found] if renumbered else found
-            plain = self._parts.inner
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
@@ -98,7 +102,7 @@ class FastTokenizer:
     ) -> list[int]:
         parts, marker = self._render(messages, tools, add_generation_prompt)
         texts = (part if isinstance(part, SpecialToken) else part.replace(marker, "") for part in parts)
-        return self._encode_parts(text for text in texts if text)
+        return self._encode_parts([text for text in texts if text])
 
     def render_chat(
         self,
@@ -136,12 +140,13 @@ class FastTokenizer:
         return self._specials.split(rendered), marker
 
 
-def _encode_plain(tokenizer: PlainTokenizer, text: str) -> list[int]:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise RequestError(
-            f"the text holds half of a surrogate pair at character {error.start}: it is not valid Unicode"
-        ) from error
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-    return ids
+def _encode_plain(tokenizer: PlainTokenizer, texts: list[str]) -> list[list[int]]:
+    for text in texts:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the text holds half of a surrogate pair at character {error.start}: it is not valid Unicode"
+            ) from error
+    # The batch call without offsets takes half the time of `encode`, and lets other threads run meanwhile.
+    return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
