@@ -129,6 +129,10 @@ struct AttentionParameters {
 
 /// qkv [n_rows][(n_heads + 2 * n_kv_heads) * head_dim] -> out [n_rows][n_heads * head_dim]. Writes exact keys and
 /// values, seals the pages that the rows complete, attends. Throws CodecRangeError, naming layer, role and token.
+///
+/// After an exception the step is lost: a segment that lies in one page may be run again from the same position (its rows
+/// overwrite themselves), one that spans pages only from the start of its first page, since the tokens of its last page
+/// may lie in the open page where those of its first were.
 void attend(Context& context, const Step& step, const AttentionParameters& parameters, const float* qkv, float* out);
 
 }  // namespace octavo
