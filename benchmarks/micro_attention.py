@@ -12,6 +12,7 @@ load hardly touches.
 from __future__ import annotations
 
 import argparse
+import mmap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -69,8 +70,10 @@ class Bench:
         self.cache.add_format(self.context, *planes(self.fmt))
         self.n_pages = tokens // PAGE_SIZE
         n_bytes = self.n_pages * self.fmt.page_bytes + open_fmt.page_bytes
-        raw = np.zeros(n_bytes + 63, np.uint8)
-        self.memory = raw[-raw.ctypes.data % 64 :][:n_bytes]
+        mapped = mmap.mmap(-1, n_bytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):  # as the arena does
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+        self.memory = np.frombuffer(mapped, np.uint8)
         rng = np.random.default_rng(0)
         self.offsets = rng.permutation(self.n_pages).astype(np.int64) * self.fmt.page_bytes
         page = np.zeros(self.fmt.page_bytes, np.uint8)

@@ -134,6 +134,9 @@ Step::Step(const CacheLayout& cache, const BatchView& batch, const RopeTable& ro
   n_direct_ = own_.size();
   own_.insert(own_.end(), tails.begin(), tails.end());
 
+  for (size_t i = 0; i < own_.size(); ++i)
+    if (own_[i].completes) sealing_.push_back(i);
+
   // Tiles, longest first so that threads end together.
   const size_t score_row = cache.shape.split_pages * page_size * sizeof(float);
   const size_t tile_tokens = std::max<size_t>(1, kTileScoreBytes / score_row / group);
@@ -188,6 +191,9 @@ class AttentionRun {
       if (step_.own_[i].gather > 0) gather(step_.own_[i]);
     write(0, step_.n_direct_);
     write(step_.n_direct_, step_.own_.size() - step_.n_direct_);
+    context_.pool.parallel_for(step_.sealing_.size() * heads_, [&](size_t i, int thread) {
+      seal(step_.own_[step_.sealing_[i / heads_]], i % heads_, thread_scratch(thread));
+    });
     context_.pool.parallel_for(step_.tasks_.size(),
                                [&](size_t i, int thread) { attend_task(step_.tasks_[i], thread_scratch(thread)); });
     if (step_.n_partials_ > 0) {
@@ -230,9 +236,9 @@ class AttentionRun {
       std::memcpy(to.values + h * head_page_, from.values + h * head_page_, own.gather * d_ * sizeof(float));
   }
 
-  /// Writes the rows of own pages [first, first + n), seals those that are complete.
+  /// Writes the rows of own pages [first, first + n).
   void write(size_t first, size_t n) {
-    context_.pool.parallel_for(n, [&](size_t i, int thread) {
+    context_.pool.parallel_for(n, [&](size_t i, int) {
       const Step::OwnPage& own = step_.own_[first + i];
       const ExactPage page = exact_page(own);
       RowJob job{};
@@ -255,22 +261,21 @@ class AttentionRun {
         job.slot = own.slot + r;
         context_.kernels.attention.prepare_row(job);
       }
-      if (own.completes) seal(own, page, thread_scratch(thread));
     });
   }
 
-  void seal(const Step::OwnPage& own, const ExactPage& page, float* scratch) const {
+  /// Encodes one head of an own page.
+  void seal(const Step::OwnPage& own, size_t head, float* scratch) const {
+    const ExactPage page = exact_page(own);
     const size_t entry = step_.entry_start_[own.segment] + own.page;
     const LayerPlanes& planes = cache_.formats[step_.page_format_[entry]].layers[p_.layer];
     uint8_t* to = step_.memory_ + step_.page_offset_[entry];
-    for (size_t h = 0; h < heads_; ++h) {
-      seal_head(own, planes.key, h, page.keys + h * head_page_, scratch, to + planes.key_offset);
-      seal_head(own, planes.value, h, page.values + h * head_page_, scratch, to + planes.value_offset);
-    }
+    seal_plane(own, planes.key, head, page.keys + head * head_page_, scratch, to + planes.key_offset);
+    seal_plane(own, planes.value, head, page.values + head * head_page_, scratch, to + planes.value_offset);
   }
 
-  void seal_head(const Step::OwnPage& own, Coding coding, size_t head, const float* x, float* scratch,
-                 uint8_t* plane) const {
+  void seal_plane(const Step::OwnPage& own, Coding coding, size_t head, const float* x, float* scratch,
+                  uint8_t* plane) const {
     const CodecStatus status = context_.kernels.codecs.encode_head(shape_.plane, coding, head, x, scratch, plane);
     if (status == CodecStatus::ok) return;
     const size_t tokens = shape_.plane.page_size, first = own.page * tokens;

@@ -109,6 +109,7 @@ class Step {
   std::vector<uint8_t> page_format_;
   std::vector<uint8_t> formats_used_;
   std::vector<OwnPage> own_;             // pages that may be written at once
+  std::vector<size_t> sealing_;          // those of own_ that complete
   size_t n_direct_ = 0;                  // own_[0, n_direct_) before own_[n_direct_, ...): tails that reuse an open page
   size_t n_scratch_ = 0;
   std::vector<Tile> tiles_;
@@ -128,6 +129,10 @@ struct AttentionParameters {
 
 /// qkv [n_rows][(n_heads + 2 * n_kv_heads) * head_dim] -> out [n_rows][n_heads * head_dim]. Writes exact keys and
 /// values, seals the pages that the rows complete, attends. Throws CodecRangeError, naming layer, role and token.
+///
+/// After an exception the step is lost: a segment that lies in one page may be run again from the same position (its rows
+/// overwrite themselves), one that spans pages only from the start of its first page, since the tokens of its last page
+/// may lie in the open page where those of its first were.
 void attend(Context& context, const Step& step, const AttentionParameters& parameters, const float* qkv, float* out);
 
 }  // namespace octavo

@@ -123,12 +123,16 @@ OCTAVO_INLINE void softmax_row(float* score, size_t n, float* maximum, float* su
     store(score + whole, select(used, loadf(score + whole), lowest));
   }
   f32x8 top = lowest;
-  for (size_t i = 0; i < n; i += 8) top = max(loadf(score + i), top);
+  for (size_t i = 0; i < n; i += 8) {
+    top = max(loadf(score + i), top);
+    pin(top);
+  }
   const float m = hmax(top);
   f32x8 total = set1(0.0f);
   for (size_t i = 0; i < n; i += 8) {
     const f32x8 e = exp(loadf(score + i) - set1(m));
     total = total + e;
+    pin(total);
     store(score + i, e);
   }
   *maximum = m;
@@ -206,7 +210,7 @@ int attend_split(const SplitJob& job, const Partial& out) {
   if (!rotated_fresh)
     for (size_t r = 0; r < n; ++r) {
       float *to = out.accumulator + r * d, *from = rotated + r * d;
-      rotate_row(from, d);
+      rotate_row(from, from, d);
       for (size_t i = 0; i < d; i += 8) store(to + i, plain_fresh ? loadf(from + i) : loadf(to + i) + loadf(from + i));
     }
   return -1;
@@ -253,10 +257,7 @@ void prepare_row(const RowJob& job) {
       float* q = job.q + to;
       prepare_head(job, job.qkv + from, job.q_norm, q);
       for (size_t i = 0; i < d; i += 8) store(q + i, loadf(q + i) * scale);
-      if (job.q_rotated != nullptr) {
-        __builtin_memcpy(job.q_rotated + to, q, d * sizeof(float));
-        rotate_row(job.q_rotated + to, d);
-      }
+      if (job.q_rotated != nullptr) rotate_row(q, job.q_rotated + to, d);
     }
   for (size_t h = 0; h < heads; ++h) {
     const size_t from = (heads * group + h) * d;

@@ -19,7 +19,10 @@ OCTAVO_INLINE void store_u16(void* p, i32x8 v) { store(p, __builtin_convertvecto
 
 OCTAVO_INLINE bool all_finite(const float* x, size_t n) {
   i32x8 top = set1i(0);
-  for (size_t i = 0; i < n; i += 8) top = max(top, bits<i32x8>(abs(loadf(x + i))));
+  for (size_t i = 0; i < n; i += 8) {
+    top = max(top, bits<i32x8>(abs(loadf(x + i))));
+    pin(top);
+  }
   return hmax(top) < kExponent;
 }
 
@@ -46,6 +49,7 @@ OCTAVO_INLINE bool store_scales(float* needed, size_t n, uint8_t* p) {
   for (size_t i = 0; i < n; i += 8) {
     const i32x8 h = max(f16_up(loadf(needed + i)), set1i(1));
     top = max(top, h);
+    pin(top);
     store_u16(p + 2 * i, h);
     store(needed + i, load_f16(p + 2 * i));
   }
@@ -60,6 +64,7 @@ CodecStatus encode_f16(const float* x, size_t n, uint8_t* out) {
   for (size_t i = 0; i < n; i += 8) {
     const f32x8 v = loadf(x + i);
     top = max(top, abs(v));
+    pin(top);
     store_f16(out + 2 * i, v);
   }
   return hmax(top) < 65520.0f ? CodecStatus::ok : CodecStatus::value_range;
@@ -71,6 +76,7 @@ CodecStatus encode_bf16(const float* x, size_t n, uint8_t* out) {
     const u32x8 u = load<u32x8>(x + i);
     const i32x8 h = bits<i32x8>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
     top = max(top, h & set1i(0x7fff));
+    pin(top);
     store_u16(out + 2 * i, h);
   }
   return hmax(top) < 0x7f80 ? CodecStatus::ok : CodecStatus::value_range;
@@ -93,7 +99,10 @@ CodecStatus encode_int8(const PlaneShape& s, Role role, const float* x, float* s
       for (size_t g = 0; g < groups; ++g) {
         const size_t end = min_of(s.head_dim, (g + 1) * kInt8Group);
         f32x8 peak = set1(0);
-        for (size_t c = g * kInt8Group; c < end; c += 8) peak = max(peak, abs(loadf(x + t * s.head_dim + c)));
+        for (size_t c = g * kInt8Group; c < end; c += 8) {
+          peak = max(peak, abs(loadf(x + t * s.head_dim + c)));
+          pin(peak);
+        }
         scale[t * groups + g] = hmax(peak) / 127.0f;
       }
   }
@@ -125,6 +134,8 @@ CodecStatus encode_int4(const PlaneShape& s, Coding coding, const float* x, floa
       for (size_t c = g * kInt4Group + 8; c < end; c += 8) {
         low = min(low, loadf(v + c));
         high = max(high, loadf(v + c));
+        pin(low);
+        pin(high);
       }
       minimum[r * row_step + g * group_step] = -hmax(-low);
       scale[r * row_step + g * group_step] = hmax(high);
@@ -134,6 +145,7 @@ CodecStatus encode_int4(const PlaneShape& s, Coding coding, const float* x, floa
     const f32x8 low = loadf(minimum + i) + set1(0.0f);  // -0 becomes +0: which of the two was found depends on the order
     const i32x8 h = f16_down(low);
     top = max(top, h & set1i(0x7fff));
+    pin(top);
     store_u16(minima + 2 * i, h);
     const f32x8 stored = load_f16(minima + 2 * i);
     store(minimum + i, stored);
@@ -146,14 +158,18 @@ CodecStatus encode_int4(const PlaneShape& s, Coding coding, const float* x, floa
     for_tiles(columns, [&]<int N>(size_t c) {
       const size_t at = r * row_step + c / kInt4Group * group_step;
       const f32x8 by = set1(scale[at]), from = set1(minimum[at]);
-      uint8_t code[8 * N];
-      for (int i = 0; i < N; ++i) {
-        const f32x8 steps = (loadf(x + r * columns + c + 8 * static_cast<size_t>(i)) - from) / by;
-        const i32x8 v = code_of(min(max(steps, set1(0.0f)), set1(15.0f)));
-        store(code + 8 * i, __builtin_convertvector(v, u8x8));
-      }
+      const auto code = [&](size_t i) {
+        const f32x8 steps = (loadf(x + r * columns + c + 8 * i) - from) / by;
+        return code_of(min(max(steps, set1(0.0f)), set1(15.0f)));
+      };
       uint8_t* out = codes + (r * columns + c) / 2;
-      for (int j = 0; j < 4 * N; ++j) out[j] = static_cast<uint8_t>(code[j] | (code[j + 4 * N] << 4));
+      if constexpr (N == 1) {
+        const i32x8 v = code(0);
+        for (int j = 0; j < 4; ++j) out[j] = static_cast<uint8_t>(v[j] | v[j + 4] << 4);
+      } else {
+        for (size_t j = 0; j < N / 2; ++j)
+          store(out + 8 * j, __builtin_convertvector(code(j) | code(j + N / 2) << 4, u8x8));
+      }
     });
   return CodecStatus::ok;
 }
@@ -169,11 +185,10 @@ CodecStatus encode_head(const PlaneShape& shape, Coding coding, size_t head, con
   if (!all_finite(x, n)) return CodecStatus::not_finite;
   float* work = scratch + n;
   if (coding.rotated) {
-    __builtin_memcpy(scratch, x, n * sizeof(float));
     if (coding.role == Role::key) {
-      rotate_columns(scratch, shape.head_dim, shape.page_size);
+      rotate_columns(x, scratch, shape.head_dim, shape.page_size);
     } else {
-      for (size_t t = 0; t < shape.page_size; ++t) rotate_row(scratch + t * shape.head_dim, shape.head_dim);
+      for (size_t i = 0; i < n; i += shape.head_dim) rotate_row(x + i, scratch + i, shape.head_dim);
     }
     if (!all_finite(scratch, n)) return CodecStatus::rotation_overflow;
     x = scratch;
@@ -200,7 +215,7 @@ CodecStatus decode_head(const PlaneShape& shape, Coding coding, size_t head, con
 }
 
 void rotate_rows(float* x, size_t n, size_t head_dim) {
-  for (size_t i = 0; i < n; ++i) rotate_row(x + i * head_dim, head_dim);
+  for (size_t i = 0; i < n; ++i) rotate_row(x + i * head_dim, x + i * head_dim, head_dim);
 }
 
 }  // namespace

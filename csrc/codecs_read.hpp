@@ -11,8 +11,6 @@
 #include "codecs.hpp"
 #include "simd.hpp"
 
-#define OCTAVO_MEMBER __attribute__((always_inline)) inline
-
 namespace octavo::OCTAVO_ISA {
 
 inline constexpr size_t kInt8Group = 32;
@@ -217,6 +215,7 @@ OCTAVO_INLINE bool widen_scales(const uint8_t* p, size_t n, float* out) {
   for (size_t i = 0; i < n; i += 8) {
     const f32x8 s = load_f16(p + 2 * i);
     good &= (s > set1(0.0f)) & (s < set1(__builtin_inff()));
+    pin(good);
     store(out + i, s);
   }
   return hsum(good) == -8;
@@ -228,6 +227,7 @@ OCTAVO_INLINE bool widen_minima(const uint8_t* p, size_t n, float* out) {
   for (size_t i = 0; i < n; i += 8) {
     const f32x8 m = load_f16(p + 2 * i);
     good &= abs(m) < set1(__builtin_inff());
+    pin(good);
     store(out + i, m);
   }
   return hsum(good) == -8;

@@ -23,11 +23,11 @@ OCTAVO_INLINE f32x8 rotate_lanes(f32x8 x) {
   return __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3) + bits<f32x8>(bits<i32x8>(x) ^ minus4);
 }
 
-/// x[0..head_dim), channels in lanes, in place. head_dim is a multiple of 8.
-OCTAVO_INLINE void rotate_row(float* x, size_t head_dim) {
+/// from[0..head_dim) to x, channels in lanes. head_dim is a multiple of 8; from may be x.
+OCTAVO_INLINE void rotate_row(const float* from, float* x, size_t head_dim) {
   const size_t block = rotation_block(head_dim);
   const f32x8 norm = rotation_norm(block);
-  for (size_t i = 0; i < head_dim; i += 8) store(x + i, rotate_lanes(loadf(x + i)));
+  for (size_t i = 0; i < head_dim; i += 8) store(x + i, rotate_lanes(loadf(from + i)));
   for (size_t h = 8; h < block; h *= 2)
     for (size_t i = 0; i < head_dim; i += 2 * h)
       for (size_t j = i; j < i + h; j += 8) {
@@ -38,17 +38,19 @@ OCTAVO_INLINE void rotate_row(float* x, size_t head_dim) {
   for (size_t i = 0; i < head_dim; i += 8) store(x + i, loadf(x + i) * norm);
 }
 
-/// x [head_dim][n], channels in rows, in place. n is a multiple of 8.
-OCTAVO_INLINE void rotate_columns(float* x, size_t head_dim, size_t n) {
+/// from [head_dim][n] to x, channels in rows. n is a multiple of 8, head_dim of 2; from may be x.
+OCTAVO_INLINE void rotate_columns(const float* from, float* x, size_t head_dim, size_t n) {
   const size_t block = rotation_block(head_dim);
   const f32x8 norm = rotation_norm(block);
-  for (size_t h = 1; h < block; h *= 2)
+  for (size_t h = 1; h < block; h *= 2) {
     for (size_t i = 0; i < head_dim; i += 2 * h)
       for (size_t j = i * n; j < (i + h) * n; j += 8) {
-        const f32x8 a = loadf(x + j), b = loadf(x + j + h * n);
+        const f32x8 a = loadf(from + j), b = loadf(from + j + h * n);
         store(x + j, a + b);
         store(x + j + h * n, a - b);
       }
+    from = x;
+  }
   for (size_t j = 0; j < head_dim * n; j += 8) store(x + j, loadf(x + j) * norm);
 }
 

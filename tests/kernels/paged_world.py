@@ -122,9 +122,7 @@ class World:
         rng = np.random.default_rng(seed)
         shape = self.shape
         qkv = rng.standard_normal((shape.n_layers, n_tokens, shape.width)).astype(np.float32)
-        qkv[:, :, : shape.group * shape.n_kv_heads * shape.head_dim] *= (
-            2  # sharper attention than noise gives
-        )
+        qkv[:, :, : shape.group * shape.n_kv_heads * shape.head_dim] *= 2  # sharper attention than noise gives
         return Seq(qkv, format_of, open_offset=self.alloc(self.open_format))
 
     def arrays(self, work: Sequence[tuple[Seq, int]]) -> dict[str, Any]:

@@ -23,9 +23,7 @@ from .paged_world import F32, Seq, Shape, World, reference
 D_MODEL = 96
 
 
-def spec_of(
-    shape: Shape, *, qkv_bias: bool = False, qk_norm: bool = False, rope: RopeSpec | None = None
-) -> ModelSpec:
+def spec_of(shape: Shape, *, qkv_bias: bool = False, qk_norm: bool = False, rope: RopeSpec | None = None) -> ModelSpec:
     return ModelSpec(
         architecture="llama",
         vocab_size=8,
@@ -120,9 +118,7 @@ class Block:
         self.world.check_gaps()
 
 
-def expected(
-    world: World, spec: ModelSpec, weights: AttentionWeights, dense: dict[str, F32], seq: Seq
-) -> F32:
+def expected(world: World, spec: ModelSpec, weights: AttentionWeights, dense: dict[str, F32], seq: Seq) -> F32:
     """The block in float64 for layer 0: [n, d_model]."""
     hidden = seq.qkv[0].astype(np.float64)
     x = hidden / np.sqrt(np.mean(hidden**2, axis=1, keepdims=True) + spec.norm_eps) * weights.norm

@@ -45,9 +45,7 @@ def check(world: World, seq: Seq, *, tolerance: float = 2e-6) -> None:
                     continue
                 begin = seq.pages[page] + placed.offset
                 stored = world.memory[begin : begin + placed.n_bytes]
-                assert np.array_equal(
-                    stored, placed.codec.encode(np.ascontiguousarray(exact[span]), placed.plane)
-                )
+                assert np.array_equal(stored, placed.codec.encode(np.ascontiguousarray(exact[span]), placed.plane))
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -121,9 +119,7 @@ def test_threads_and_batch_mates_do_not_change_a_bit(group: int, threads: int) -
         seq = world.sequence(prefix + tail, format_of, seed=i)
         alone.append(world.run(seq, [n for n in (prefix, tail) if n])[:, prefix:])
     world = World(shape, MIXED, threads=threads, pages=128)
-    seqs = [
-        world.sequence(p + t, format_of, seed=i) for i, (p, t) in enumerate(zip(prefixes, tails, strict=True))
-    ]
+    seqs = [world.sequence(p + t, format_of, seed=i) for i, (p, t) in enumerate(zip(prefixes, tails, strict=True))]
     world.step(*[(s, p) for s, p in zip(seqs, prefixes, strict=True) if p])
     order = [3, 0, 5, 1, 4, 2]
     world.step(*[(seqs[i], tails[i]) for i in order])
@@ -213,9 +209,7 @@ def test_sealing_errors_name_layer_role_and_token(codecs: tuple[str, str], split
         world = World(Shape(n_layers=2), [codecs])
         seq = world.sequence(64)
         seq.qkv[1, 37, column] = np.nan
-        with pytest.raises(
-            CodecRangeError, match=rf"{codecs[0]} .* {role} of head 2: .*NaN.*layer 1, token 37"
-        ):
+        with pytest.raises(CodecRangeError, match=rf"{codecs[0]} .* {role} of head 2: .*NaN.*layer 1, token 37"):
             world.run(seq, split)
 
 
@@ -238,9 +232,7 @@ def test_a_damaged_scale_is_an_error(codec: str, role: str, threads: int) -> Non
     n_codes = placed.plane.n_values // (2 if codec == "int4" else 1)
     scales = world.memory[seq.pages[9] + placed.offset + n_codes :][:8].view(np.float16)
     scales[2] = 0
-    with pytest.raises(
-        CodecRangeError, match=rf"{codec} .*{role} of head 0: a stored scale.*layer 0, page 9"
-    ):
+    with pytest.raises(CodecRangeError, match=rf"{codec} .*{role} of head 0: a stored scale.*layer 0, page 9"):
         world.run(seq, [1])
 
 

@@ -51,9 +51,7 @@ def same_bits(a: F32, b: F32) -> bool:
 @roles
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128])
 @pytest.mark.parametrize("head_dim", [8, 16, 40, 56, 64, 80, 96, 128, 256])
-def test_same_bytes_as_numpy(
-    context: _cpu.Context, codec: Codec, role: Role, page_size: int, head_dim: int
-) -> None:
+def test_same_bytes_as_numpy(context: _cpu.Context, codec: Codec, role: Role, page_size: int, head_dim: int) -> None:
     for n_heads in (1, 3, 5):
         for rotate in (False, True):
             plane = Plane(role, page_size, n_heads, head_dim, rotate)

@@ -48,9 +48,7 @@ class CpuAttention:
         self._set_model(spec, page_size)
         biases = [b for b in (weights.q_bias, weights.k_bias, weights.v_bias) if b is not None]
         if len(biases) not in (0, 3):
-            raise UnsupportedError(
-                f"layer {layer} has a bias on {len(biases)} of query, key and value: all or none"
-            )
+            raise UnsupportedError(f"layer {layer} has a bias on {len(biases)} of query, key and value: all or none")
         return _cpu.AttentionBlock(
             self._context,
             self._cache,
@@ -74,9 +72,7 @@ class CpuAttention:
                 raise ValueError("one backend serves one model and page size; make another")
             return
         if spec.n_heads % spec.n_kv_heads:
-            raise UnsupportedError(
-                f"{spec.n_heads} query heads do not divide among {spec.n_kv_heads} KV heads"
-            )
+            raise UnsupportedError(f"{spec.n_heads} query heads do not divide among {spec.n_kv_heads} KV heads")
         if spec.head_dim % 8:
             raise UnsupportedError(f"head_dim must be a multiple of 8, got {spec.head_dim}")
         fmt = open_format(spec.cache_spec(), page_size)
