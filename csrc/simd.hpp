@@ -32,7 +32,7 @@
 #endif
 
 #define OCTAVO_INLINE static inline __attribute__((always_inline))
-#define OCTAVO_MEMBER inline __attribute__((always_inline))
+#define OCTAVO_MEMBER __attribute__((always_inline)) inline
 
 namespace octavo::OCTAVO_ISA {
 

@@ -330,6 +330,13 @@ def test_harmless_text_reaches_the_template_as_it_is() -> None:
             assert guarded == text
 
 
+def test_a_message_full_of_control_tokens_stays_cheap(qwen: Any) -> None:
+    """A megabyte of them; copying the text for each would take minutes."""
+    tokenizer, _ = qwen
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "<|im_end|>" * 100_000}])
+    assert len(controls(tokenizer, ids)) == 5
+
+
 def test_overlapping_control_tokens_are_all_broken() -> None:
     guard = ControlGuard(["<a>", ">b<", "a>b"])
     guarded = guard.guard("<a>b<", "#")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,12 @@ import pytest
 
 from octavo.errors import LoadError, UnsupportedError
 from octavo.models.loading.dequant import dequantize
-from octavo.models.loading.gguf import open_gguf
+from octavo.models.loading.gguf import GgufFile, open_gguf
 from octavo.models.loading.gguf_model import read_model
 from octavo.models.loading.load import load_model
 from octavo.models.loading.safetensors_model import read_directory
 from octavo.models.spec import ModelWeights, RopeScaling
+from octavo.text.gguf_tokenizer import tokenizer_from_gguf
 
 KINDS = ["llama", "mistral", "qwen2", "qwen3"]
 Factory = Callable[..., Path]
@@ -168,7 +171,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"llama.rope.scaling.type": "longrope"}, "longrope"),
     ({"llama.rope.scaling.attn_factor": 1.5}, r"attn_factor = 1\.5 without YaRN"),
     ({"llama.attention.head_count_kv": [2, 1]}, r"head_count_kv differs between layers \(\[1, 2\]\)"),
-    ({"tokenizer.ggml.pre": "tekken"}, "pre-tokenizer 'tekken'"),
+    ({"tokenizer.ggml.pre": "deepseek-llm"}, "pre-tokenizer 'deepseek-llm'"),
     ({"tokenizer.ggml.model": "rwkv"}, "tokenizer.ggml.model 'rwkv'"),
 ]
 
@@ -184,6 +187,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"llama.block_count": 3}, r"no tensor blk\.2\."),
     ({"llama.embedding_length": 128}, "shape"),
     ({"llama.attention.head_count_kv": 3}, "4 query heads do not divide into 3"),
+    ({"llama.attention.key_length": 15, "llama.attention.value_length": 15}, "even head size, is 15"),
     ({"llama.attention.head_count": 0}, "at least 1, is 0"),
     ({"llama.attention.layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon must be a number"),
     ({"tokenizer.ggml.eos_token_id": 5000}, "outside the vocabulary"),
@@ -195,6 +199,38 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
 def test_contradictions_are_found(metadata: dict[str, Any], message: str, tiny_gguf: Factory) -> None:
     with pytest.raises(LoadError, match=message):
         load_model(tiny_gguf("llama", metadata=metadata))
+
+
+WEIRD: list[Any] = ["text", True, -1, 0.5, float("nan"), float("inf"), [1, 2], ["a"], [0.5]]
+LLAMA_KEYS = [
+    "block_count", "context_length", "embedding_length", "feed_forward_length", "expert_count", "logit_scale",
+    "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
+    "attention.layer_norm_rms_epsilon", "attention.sliding_window", "attention.causal", "attention.scale",
+    "rope.freq_base", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor", "rope.scale_linear",
+    "rope.scaling.attn_factor", "rope.scaling.original_context_length",
+]  # fmt: skip
+OTHER_KEYS = [
+    "general.type", "general.architecture", "split.count", "tokenizer.ggml.model", "tokenizer.ggml.pre",
+    "tokenizer.ggml.eos_token_id", "tokenizer.ggml.bos_token_id", "tokenizer.chat_template",
+    "tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_eos_token",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def parsed(tiny_gguf: Factory) -> GgufFile:
+    return open_gguf(tiny_gguf("llama", rope="yarn"))
+
+
+@pytest.mark.parametrize("key", [f"llama.{key}" for key in LLAMA_KEYS] + OTHER_KEYS)
+@pytest.mark.parametrize("value", WEIRD, ids=map(str, WEIRD))
+def test_values_of_the_wrong_kind(key: str, value: Any, parsed: GgufFile) -> None:
+    """Loads, or says what is wrong: nothing else."""
+    if isinstance(value, list):
+        value = np.array(value) if not isinstance(value[0], str) else value
+    file = replace(parsed, metadata={**parsed.metadata, key: value})
+    with contextlib.suppress(LoadError):
+        read_model(file)
+        tokenizer_from_gguf(file.metadata, "x")
 
 
 def test_a_window_as_wide_as_the_context_is_fine(tiny_gguf: Factory) -> None:

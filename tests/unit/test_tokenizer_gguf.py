@@ -77,6 +77,11 @@ NUMBERED = (
     r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2 = NUMBERED.format(r"\p{N}")
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 LLAMA3 = NUMBERED.format(r"\p{N}{1,3}")
 
 
@@ -304,11 +309,17 @@ def small_metadata(pre: str, /, **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("pre", "pattern", "whole"),
-    [("gpt-2", GPT2, False), ("default", GPT2, False), ("qwen2", QWEN2, False), ("llama-bpe", LLAMA3, True)],
+    [
+        ("gpt-2", GPT2, False),
+        ("default", GPT2, False),
+        ("qwen2", QWEN2, False),
+        ("llama-bpe", LLAMA3, True),
+        ("tekken", TEKKEN, True),
+    ],
 )
 @settings(max_examples=200, deadline=None)
 @given(
-    text=st.text(alphabet="abcthe 123's\n\r\tZé日", max_size=30) | st.just("abcabc") | st.text(max_size=10)
+    text=st.text(alphabet="abcthe 123's/!\n\r\tZéÄ日", max_size=30) | st.just("abcabc") | st.text(max_size=10)
 )
 def test_families(pre: str, pattern: str, whole: bool, text: str) -> None:
     metadata = small_metadata(pre)
@@ -345,10 +356,10 @@ def test_user_defined_tokens_are_always_read() -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"pre": None}, UnsupportedError, "pre-tokenizer None"),
+        ({"pre": None}, UnsupportedError, "pre-tokenizer 'None'"),
         ({"pre": "deepseek-llm"}, UnsupportedError, "pre-tokenizer 'deepseek-llm'"),
         ({"model": "bert"}, UnsupportedError, "tokenizer.ggml.model 'bert'"),
-        ({"model": None}, UnsupportedError, "tokenizer.ggml.model None"),
+        ({"model": None}, UnsupportedError, "tokenizer.ggml.model 'None'"),
         ({"tokens": None}, LoadError, "tokenizer.ggml.tokens"),
         ({"merges": None}, LoadError, "tokenizer.ggml.merges"),
         ({"merges": ["a b c"]}, LoadError, "not two tokens"),

@@ -4,7 +4,8 @@ Users must not be able to write a control token into their text and so forge a t
 itself may be a control token; what messages and tools bring may not. `ControlGuard` breaks control tokens
 inside message strings with a marker before rendering; the markers are taken out again once the control tokens
 of the rendered text have been found. Strings that hold no such text pass through untouched, so a template
-sees them exactly as they are.
+sees them exactly as they are. Not covered is a template that deletes or changes characters inside a string
+and so makes a token of text that was none ("<|IM_END|>" in lower case).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import jinja2
@@ -161,9 +163,7 @@ class ControlGuard:
         self._tails = _prefixes(text[::-1] for text in self._texts)
 
     def check_role(self, role: str, where: str) -> None:
-        """Templates put roles into control tokens ("<|" + role + "|>"); a made-up role must not complete
-        another.
-        """
+        """Templates build control tokens from roles ("<|" + role + "|>"); made-up ones must not do so."""
         if role not in KNOWN_ROLES and any(role in text for text in self._texts):
             raise RequestError(
                 f"{where}: {role!r} is not a role; known: {', '.join(KNOWN_ROLES)}", param=where
@@ -196,11 +196,12 @@ class ControlGuard:
         return value
 
     def _guard_text(self, text: str, marker: str) -> str:
-        at = 0
-        while (found := self._tokens.find(text, at)) is not None:
+        cuts = [0]
+        while (found := self._tokens.find(text, cuts[-1])) is not None:
             # On from the next character, not from the token's end: tokens may overlap.
-            at = found[0] + 1
-            text = text[:at] + marker + text[at:]
+            cuts.append(found[0] + 1)
+        if len(cuts) > 1:
+            text = marker.join(text[a:b] for a, b in pairwise([*cuts, len(text)]))
         # Templates often trim, so the ends that count are those of the trimmed text.
         start, end = len(text) - len(text.lstrip()), len(text.rstrip())
         if start < end:

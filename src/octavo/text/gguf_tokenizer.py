@@ -26,6 +26,10 @@ from octavo.text.vocabulary import Kind, Style, Vocabulary
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2_WORDS = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST
+_CASED = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]%s[\p{Ll}\p{Lm}\p{Lo}\p{M}]%s"
+_TEKKEN_WORDS = (
+    (_CASED % ("*", "+")) + "|" + (_CASED % ("+", "*")) + r"|\p{N}" + _REST.replace(r"[\r\n]*", r"[\r\n/]*")
+)
 _LLAMA3_WORDS = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST
 
 
@@ -77,6 +81,7 @@ _FAMILIES: Mapping[str, _Family] = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
+    "tekken": _Family(lambda: _words(_TEKKEN_WORDS), ignore_merges=True, adds_bos=True),
 }
 
 #: Names of GGUF's token ids, and what chat templates call those tokens.
@@ -111,6 +116,12 @@ class _Builder:
             raise LoadError(f"{self.where}: no list of strings tokenizer.ggml.{key} in the metadata")
         return value
 
+    def switch(self, key: str, default: bool) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise LoadError(f"{self.where}: tokenizer.ggml.{key} must be true or false, is {value!r}")
+        return value
+
     def token_id(self, name: str) -> int | None:
         value = self.get(f"{name}_token_id")
         if value is None:
@@ -128,7 +139,7 @@ class _Builder:
     # The parts
 
     def build(self) -> FastTokenizer:
-        model = self.get("model")
+        model = str(self.get("model"))
         style: Style
         if model == "gpt2":
             family = self.family()
@@ -139,15 +150,15 @@ class _Builder:
                 False,
             )
         elif model == "llama":
-            space_prefix = bool(self.get("add_space_prefix", True))
+            space_prefix = self.switch("add_space_prefix", True)
             plain, style, adds_bos = self.sentencepiece(space_prefix), "metaspace", True
         else:
             raise UnsupportedError(
                 f"{self.where}: tokenizer.ggml.model {model!r} is not supported; gpt2 and llama are"
             )
         bos, eos = self.token_id("bos"), self.token_id("eos")
-        prefix = () if bos is None or not self.get("add_bos_token", adds_bos) else (bos,)
-        suffix = () if eos is None or not self.get("add_eos_token", False) else (eos,)
+        prefix = () if bos is None or not self.switch("add_bos_token", adds_bos) else (bos,)
+        suffix = () if eos is None or not self.switch("add_eos_token", False) else (eos,)
         return FastTokenizer(
             TokenizerParts(
                 vocabulary=Vocabulary(self.pieces, self.kinds, style),
@@ -178,7 +189,7 @@ class _Builder:
         return ChatTemplate(source, tokens, self.where)
 
     def family(self) -> _Family:
-        name = self.get("pre")
+        name = str(self.get("pre"))
         family = _FAMILIES.get(name)
         if family is None:
             raise UnsupportedError(

@@ -1,9 +1,8 @@
 """A tokenizer from Hugging Face files: tokenizer.json, and what stands beside it.
 
 What tokenizer.json says is followed, also where transformers would build the tokenizer anew from its class.
-Read too, where
-they exist: tokenizer_config.json, special_tokens_map.json, chat_template.jinja,
-    additional_chat_templates/tool_use.jinja.
+Read too, where they exist: tokenizer_config.json, special_tokens_map.json, chat_template.jinja and
+additional_chat_templates/tool_use.jinja.
 """
 
 from __future__ import annotations
@@ -28,11 +27,9 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 def tokenizer_from_directory(
     directory: Path, vocab_size: int, eos_token_ids: Iterable[int] = ()
 ) -> FastTokenizer:
-    """Raises LoadError for missing or damaged files, UnsupportedError for a kind of tokenizer that is not
-    built.
+    """Raises LoadError for missing or damaged files, UnsupportedError for other kinds of tokenizer.
 
-    `vocab_size` and `eos_token_ids` are those of the model's configs; the tokenizer's own end tokens are
-    added.
+    `vocab_size` and `eos_token_ids` are those of the model's configs; end tokens of the tokenizer are added.
     """
     return _Builder(directory, vocab_size).build(frozenset(eos_token_ids))
 
@@ -188,8 +185,13 @@ class _Builder:
 
     def affixes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """What the post-processor puts before and after a text."""
-        bare = self.full.encode("a", add_special_tokens=False).ids
-        ids = self.full.encode("a", add_special_tokens=True).ids
+        for probe in ("a", "1", ".", "\n"):
+            bare = self.full.encode(probe, add_special_tokens=False).ids
+            if bare:
+                break
+        else:
+            raise UnsupportedError(f"{self.path}: its vocabulary has no tokens for plain text")
+        ids = self.full.encode(probe, add_special_tokens=True).ids
         for start in range(len(ids) - len(bare) + 1):
             if ids[start : start + len(bare)] == bare:
                 return tuple(ids[:start]), tuple(ids[start + len(bare) :])
@@ -219,7 +221,8 @@ class _Builder:
         if isinstance(value, str):
             sources["default"] = value
         elif isinstance(value, list):
-            sources |= {entry["name"]: entry["template"] for entry in value if isinstance(entry, dict)}
+            entries = [entry for entry in value if isinstance(entry, dict)]
+            sources |= {str(entry.get("name")): str(entry.get("template", "")) for entry in entries}
         for name, file in (
             ("default", "chat_template.jinja"),
             ("tool_use", "additional_chat_templates/tool_use.jinja"),

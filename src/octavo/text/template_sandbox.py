@@ -55,9 +55,7 @@ class _Budget(threading.local):
 
 
 class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}` marks the assistant's text for training; here it is just its
-    body.
-    """
+    """`{% generation %} ... {% endgeneration %}` marks text for training; here it is just its body."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja's own declaration
 
@@ -175,9 +173,7 @@ class SandboxedTemplate:
     def render(
         self, variables: Mapping[str, Any], *, steps: int = MAX_STEPS, seconds: float = MAX_CPU_SECONDS
     ) -> str:
-        """Raises jinja2.TemplateError, and whatever Python raises for an operation that the values do not
-        support.
-        """
+        """Raises one of RENDER_ERRORS where the template refuses or cannot take the values."""
         self._environment.budget.start(steps, seconds)
         chunks: list[str] = []
         total = 0

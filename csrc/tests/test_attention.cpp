@@ -1,0 +1,205 @@
+// Codecs and attention over heap blocks of exactly the size they may touch, so that a sanitizer sees any step outside.
+// What the numbers should be is tested from Python; here the paths are compared with each other and with a plain loop.
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+
+#include "attention.hpp"
+#include "codecs_plane.hpp"
+#include "errors.hpp"
+#include "test.hpp"
+
+using namespace octavo;
+using octavo::test::Random;
+
+namespace {
+
+struct Free {
+  void operator()(void* p) const { std::free(p); }
+};
+
+/// n values in a block of their own at a 64-byte boundary: the next byte belongs to nobody.
+template <class T>
+struct Exact {
+  explicit Exact(size_t n, int fill = 0xff) : size(n) {
+    void* p = nullptr;
+    CHECK(posix_memalign(&p, 64, std::max<size_t>(1, n * sizeof(T))) == 0);
+    block.reset(p);
+    data = static_cast<T*>(p);
+    std::memset(p, fill, n * sizeof(T));
+  }
+  T& operator[](size_t i) { return data[i]; }
+  size_t size;
+  std::unique_ptr<void, Free> block;
+  T* data;
+};
+
+const CodecId kAll[] = {CodecId::f32, CodecId::f16, CodecId::bf16, CodecId::int8, CodecId::int4};
+
+bool rotates(CodecId codec, Role role) { return codec == CodecId::int4 && role == Role::value; }
+
+size_t aligned(size_t n) { return (n + 63) / 64 * 64; }
+
+/// Layers' planes one after the other, as octavo.cache.format lays them out.
+PageLayout layout(const KernelTable& kernels, const PlaneShape& shape, size_t layers, CodecId key, CodecId value,
+                  bool rotate_keys) {
+  PageLayout page;
+  size_t offset = 0;
+  for (size_t i = 0; i < layers; ++i) {
+    LayerPlanes planes{{key, Role::key, rotate_keys && key == CodecId::int4}, {value, Role::value, rotates(value, Role::value)}, 0, 0};
+    planes.key_offset = offset;
+    offset = aligned(offset + kernels.codecs.plane_bytes(shape, planes.key));
+    planes.value_offset = offset;
+    offset = aligned(offset + kernels.codecs.plane_bytes(shape, planes.value));
+    page.layers.push_back(planes);
+  }
+  page.page_bytes = offset;
+  return page;
+}
+
+struct Model {
+  Model(Context& c, const AttentionShape& shape, size_t layers) : context(c) {
+    cache.shape = shape;
+    check_cache(cache);
+    cache.open = layout(c.kernels, shape.plane, layers, CodecId::f32, CodecId::f32, false);
+    check_layout(cache, c.kernels, cache.open);
+    for (size_t i = 0; i < 5; ++i)
+      add_format(cache, c.kernels, layout(c.kernels, shape.plane, layers, kAll[i], kAll[(i * 2 + 3) % 5], i % 2 == 0));
+    width = (shape.group + 2) * shape.plane.n_heads * shape.plane.head_dim;
+    out_width = shape.group * shape.plane.n_heads * shape.plane.head_dim;
+  }
+  Context& context;
+  CacheLayout cache;
+  size_t width, out_width;
+};
+
+/// Runs `tokens` rows in chunks; format of page p is (p * 3 + 1) % 5. Returns the outputs of layer 1.
+std::vector<float> run(Model& m, const std::vector<float>& qkv, size_t tokens, const std::vector<size_t>& chunks) {
+  const size_t size = m.cache.shape.plane.page_size, half = m.cache.shape.plane.head_dim / 2, pages = tokens / size;
+  std::vector<int64_t> offsets;
+  std::vector<uint8_t> formats;
+  size_t bytes = m.cache.open.page_bytes;  // the open page first, then pages back to front, the last byte a page's
+  for (size_t p = 0; p < pages; ++p) formats.push_back(static_cast<uint8_t>((p * 3 + 1) % 5));
+  for (size_t p = pages; p-- > 0;) {
+    offsets.insert(offsets.begin(), static_cast<int64_t>(bytes));
+    bytes += m.cache.formats[formats[p]].page_bytes;
+  }
+  Exact<uint8_t> memory(bytes);
+  Exact<float> cosine(tokens * half), sine(tokens * half);
+  for (size_t i = 0; i < tokens * half; ++i) cosine[i] = 0.6f, sine[i] = 0.8f;
+
+  std::vector<float> result(tokens * m.out_width);
+  size_t done = 0;
+  for (const size_t n : chunks) {
+    const int32_t rows[] = {0, static_cast<int32_t>(n)}, position = static_cast<int32_t>(done);
+    const int32_t entries[] = {0, static_cast<int32_t>((done + n) / size)};
+    const int64_t open = 0;
+    const BatchView batch{memory.data, bytes, n, 1, static_cast<size_t>(entries[1]), rows, &position, entries,
+                          offsets.data(), formats.data(), &open};
+    const Step step(m.cache, batch, {cosine.data, sine.data, tokens, 2 * half}, m.context.pool.threads());
+    for (size_t layer = 0; layer < m.cache.open.layers.size(); ++layer) {
+      Exact<float> x(n * m.width), y(n * m.out_width);
+      std::memcpy(x.data, qkv.data() + done * m.width, x.size * sizeof(float));
+      attend(m.context, step, {layer, 1e-5f, 0.125f, nullptr, nullptr}, x.data, y.data);
+      std::memcpy(result.data() + done * m.out_width, y.data, y.size * sizeof(float));
+    }
+    done += n;
+  }
+  return result;
+}
+
+}  // namespace
+
+TEST(codecs_stay_in_their_plane_and_agree) {
+  for (const size_t page_size : {16, 32, 64, 128})
+    for (const size_t head_dim : {8, 24, 40, 64, 80, 256})
+      for (const CodecId codec : kAll)
+        for (const Role role : {Role::key, Role::value})
+          for (const bool rotated : {false, true}) {
+            const PlaneShape shape{page_size, 3, head_dim};
+            const Coding coding{codec, role, rotated};
+            Random random(page_size + head_dim);
+            std::vector<float> x(page_size * 3 * head_dim);
+            for (float& v : x) v = random.heavy();
+            std::vector<uint8_t> first;
+            for (const char* isa : test::isas()) {
+              Context context(1, isa);
+              Exact<uint8_t> plane(context.kernels.codecs.plane_bytes(shape, coding));
+              encode_plane(context, shape, coding, x.data(), plane.data);
+              std::vector<uint8_t> got(plane.data, plane.data + plane.size);
+              if (first.empty()) first = got;
+              CHECK(got == first, isa << " " << codec_name(codec) << " " << page_size << " " << head_dim);
+              Exact<float> y(x.size());
+              decode_plane(context, shape, coding, plane.data, y.data);
+              for (size_t i = 0; i < x.size(); ++i) CHECK(std::abs(y[i] - x[i]) <= 0.8f, isa << " " << y[i] << " " << x[i]);
+            }
+          }
+}
+
+TEST(attention_stays_in_its_pages_whatever_the_chunks) {
+  for (const char* isa : test::isas())
+    for (const size_t page_size : {16, 32})
+      for (const size_t head_dim : {8, 40, 64})
+        for (const size_t group : {1, 2, 3, 5}) {
+          Context context(group == 3 ? 3 : 1, isa);
+          Model model(context, {{page_size, 2, head_dim}, group, 3}, 2);
+          const size_t tokens = 7 * page_size + 3;
+          Random random(group);
+          std::vector<float> qkv(tokens * model.width);
+          for (float& v : qkv) v = random.heavy();
+          const auto whole = run(model, qkv, tokens, {tokens});
+          for (const float v : whole) CHECK(std::isfinite(v));
+          const auto parts = run(model, qkv, tokens, {5, 1, page_size - 6, 2 * page_size, 1, page_size, 3 * page_size + 1, 1});
+          CHECK(std::memcmp(whole.data(), parts.data(), whole.size() * sizeof(float)) == 0, isa << " " << head_dim);
+          const auto single = run(model, qkv, tokens, std::vector<size_t>(tokens, 1));
+          CHECK(std::memcmp(whole.data(), single.data(), whole.size() * sizeof(float)) == 0, isa << " " << head_dim);
+        }
+}
+
+TEST(attention_is_near_a_plain_loop) {
+  for (const char* isa : test::isas()) {
+    Context context(2, isa);
+    const size_t d = 16, tokens = 75, page_size = 16;
+    Model model(context, {{page_size, 1, d}, 2, 2}, 1);
+    // All pages exact, whatever their format's number.
+    model.cache.formats.assign(1, layout(context.kernels, model.cache.shape.plane, 1, CodecId::f32, CodecId::f32, false));
+    model.cache.formats.resize(5, model.cache.formats[0]);
+    Random random(9);
+    std::vector<float> qkv(tokens * model.width);
+    for (float& v : qkv) v = random.heavy();
+    const auto got = run(model, qkv, tokens, {40, 35});
+    for (size_t t = 0; t < tokens; ++t)
+      for (size_t g = 0; g < 2; ++g) {
+        std::vector<double> weight(t + 1);
+        double sum = 0;
+        for (size_t u = 0; u <= t; ++u) {
+          // Every position turns by the same angle, which leaves scores as they were.
+          double score = 0;
+          for (size_t c = 0; c < d; ++c)
+            score += static_cast<double>(qkv[t * model.width + g * d + c]) * qkv[u * model.width + 2 * d + c];
+          weight[u] = std::exp(0.125 * score);
+          sum += weight[u];
+        }
+        for (size_t c = 0; c < d; ++c) {
+          double want = 0;
+          for (size_t u = 0; u <= t; ++u) want += weight[u] / sum * qkv[u * model.width + 3 * d + c];
+          CHECK(std::abs(got[t * model.out_width + g * d + c] - want) < 1e-5, isa << " token " << t);
+        }
+      }
+  }
+}
+
+TEST(attention_reports_what_it_cannot_seal) {
+  Context context(2, "auto");
+  Model model(context, {{16, 2, 8}, 1, 4}, 1);
+  std::vector<float> qkv(40 * model.width, 1.0f);
+  qkv[20 * model.width + 2 * 8 + 8 + 3] = NAN;  // token 20, key of head 1
+  bool thrown = false;
+  try {
+    run(model, qkv, 40, {40});
+  } catch (const CodecRangeError& e) {
+    thrown = std::strstr(e.what(), "key of head 1") != nullptr && std::strstr(e.what(), "layer 0, token 20") != nullptr;
+  }
+  CHECK(thrown);
+}
