@@ -136,6 +136,17 @@ class LlamaWorker:
                 result.extend(-float(p[t]) for p, t in zip(logprobs, targets[row : row + ROWS], strict=True))
         return {"nll": result}
 
+    def greedy(self, tokens: list[int], n: int) -> Mapping[str, Any]:
+        """n greedy tokens after `tokens`."""
+        self._clear()
+        for end in self._chunks(tokens, []):
+            self._decode(tokens[len(self._tokens) : end], last_logits=end == len(tokens))
+        generated = [int(np.argmax(self._logits(-1)))]
+        while len(generated) < n:
+            self._decode(generated[-1:], last_logits=True)
+            generated.append(int(np.argmax(self._logits(-1))))
+        return {"tokens": generated}
+
     def greedy_along(self, prompt: list[int], continuation: list[int]) -> Mapping[str, Any]:
         """What greedy decoding would choose at every token of a continuation, given those before it: the two likeliest
         tokens with their log-probabilities."""
@@ -191,5 +202,5 @@ if __name__ == "__main__":
     worker = LlamaWorker()
     serve({
         "load": worker.load, "tokenize": worker.tokenize, "prefill": worker.prefill, "decode": worker.decode,
-        "nll": worker.nll, "greedy_along": worker.greedy_along,
+        "nll": worker.nll, "greedy": worker.greedy, "greedy_along": worker.greedy_along,
     })  # fmt: skip

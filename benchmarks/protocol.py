@@ -91,5 +91,8 @@ def serve(handlers: Mapping[str, Handler]) -> None:
             answer: dict[str, Any] = {"result": handlers[request["command"]](**request["arguments"])}
         except Exception:  # noqa: BLE001 - reported to the driving process, which stops
             answer = {"error": traceback.format_exc()}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+        try:
+            answers.write(json.dumps(answer) + "\n")
+            answers.flush()
+        except BrokenPipeError:  # the driving process is gone, and nobody waits
+            return

@@ -158,7 +158,11 @@ def main() -> None:
     args = parser.parse_args()
     made = blocks()
     if args.update:
-        quick = [name for name in ("speed", "perplexity") if (load(name) or {"settings": {}})["settings"].get("quick")]
+        quick = [
+            name
+            for name in ("speed", "perplexity", "oracle")
+            if (load(name) or {"settings": {}})["settings"].get("quick")
+        ]
         if quick:
             raise BenchmarkError(f"results of a --quick run are not for the document: {', '.join(quick)}")
         DOCUMENT.write_text(updated(DOCUMENT.read_text(), made))
