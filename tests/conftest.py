@@ -35,9 +35,7 @@ def _catalog_model(name: str) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     path = (Path(base) if base else cache / "octavo" / "models") / f"{name}.gguf"
     if not path.is_file():
-        pytest.fail(
-            f"{path} is missing: fetch it with `octavo pull {name}`, or point OCTAVO_MODELS at its folder"
-        )
+        pytest.fail(f"{path} is missing: fetch it with `octavo pull {name}`, or point OCTAVO_MODELS at its folder")
     return path
 
 
@@ -71,9 +69,7 @@ def tiny_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
         special_tokens=[AddedToken(text, special=True, normalized=False) for text in specials],
         show_progress=False,
     )
-    tokenizer.train_from_iterator(
-        ["the cat sat on the mat and then the other hat was there too"] * 4, trainer
-    )
+    tokenizer.train_from_iterator(["the cat sat on the mat and then the other hat was there too"] * 4, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -96,9 +92,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Pa
     """
     made: dict[str, Path] = {}
 
-    def make(
-        kind: str, *, rope: str = "default", dtype: str = "float32", seed: int = 0, **config: Any
-    ) -> Path:
+    def make(kind: str, *, rope: str = "default", dtype: str = "float32", seed: int = 0, **config: Any) -> Path:
         key = json.dumps([kind, rope, dtype, seed, config], sort_keys=True)
         if key not in made:
             made[key] = _write_checkpoint(
@@ -157,9 +151,7 @@ def _write_checkpoint(
 
 
 @pytest.fixture(scope="session")
-def tiny_gguf(
-    tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]
-) -> Callable[..., Path]:
+def tiny_gguf(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]) -> Callable[..., Path]:
     """A factory of GGUF files holding the weights of `tiny_checkpoint`, laid out as llama.cpp's converter
     does.
 
@@ -168,9 +160,7 @@ def tiny_gguf(
     vectors as F32. `metadata` adds or replaces numbers and strings, None removes.
     """
 
-    def make(
-        kind: str, *, tensor_type: str = "F32", metadata: dict[str, Any] | None = None, **checkpoint: Any
-    ) -> Path:
+    def make(kind: str, *, tensor_type: str = "F32", metadata: dict[str, Any] | None = None, **checkpoint: Any) -> Path:
         source = tiny_checkpoint(kind, **checkpoint)
         path = tmp_path_factory.mktemp("tiny-gguf") / f"tiny-{kind}.gguf"
         _write_gguf(source, path, kind, tensor_type, metadata or {})

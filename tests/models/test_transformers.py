@@ -71,9 +71,7 @@ def logits_of(engine: Engine, tokens: list[int]) -> np.ndarray:
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize(("kind", "overrides"), KINDS)
-def test_logits(
-    backend: str, kind: str, overrides: dict[str, Any], tiny_checkpoint: Callable[..., Path]
-) -> None:
+def test_logits(backend: str, kind: str, overrides: dict[str, Any], tiny_checkpoint: Callable[..., Path]) -> None:
     path = tiny_checkpoint(kind, **overrides)
     oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     tokens = np.random.default_rng(1).integers(0, oracle.config.vocab_size, 150).tolist()

@@ -78,9 +78,7 @@ def test_by_file_directory_and_name(
     assert (loaded.name, loaded.path) == ("tiny", tmp_path / "tiny.gguf")
 
 
-def test_a_path_comes_before_a_name(
-    tiny_gguf: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_comes_before_a_name(tiny_gguf: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copy(tiny_gguf("llama"), tmp_path / "smollm2-135m")
     assert locate_model("smollm2-135m").path == Path("smollm2-135m")

@@ -300,9 +300,7 @@ def test_no_strings_side_by_side_make_a_control_token(texts: list[str], strip: b
     """A template that puts all its strings side by side, trimmed or not: no control token but its own."""
     tokenizer, _ = qwen
     texts = [unicodedata.normalize("NFC", t) for t in texts]
-    source = (
-        "<|im_start|>{% for m in messages %}{{ m.content" + (" | trim" if strip else "") + " }}{% endfor %}"
-    )
+    source = "<|im_start|>{% for m in messages %}{{ m.content" + (" | trim" if strip else "") + " }}{% endfor %}"
     metadata_free = FastTokenizer(_with_template(tokenizer, source))
     messages = [{"role": "user", "content": t} for t in texts]
     ids = metadata_free.apply_chat_template(messages)

@@ -43,9 +43,7 @@ def arrays(weights: ModelWeights) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_same_weights_as_the_checkpoint(
-    kind: str, kv_heads: int, tiny_gguf: Factory, tiny_checkpoint: Factory
-) -> None:
+def test_same_weights_as_the_checkpoint(kind: str, kv_heads: int, tiny_gguf: Factory, tiny_checkpoint: Factory) -> None:
     spec, weights = read_model(open_gguf(tiny_gguf(kind, num_key_value_heads=kv_heads)))
     expected_spec, expected = read_directory(tiny_checkpoint(kind, num_key_value_heads=kv_heads))
     got, want = arrays(weights), arrays(expected)

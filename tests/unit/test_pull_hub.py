@@ -59,15 +59,10 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         def about(self, folder: Path, repo: str, what: str) -> bytes:
             files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
             if what == "tree":
-                entries = [
-                    {"type": "file", "path": f, "size": (folder / f).stat().st_size, "oid": "0"}
-                    for f in files
-                ]
+                entries = [{"type": "file", "path": f, "size": (folder / f).stat().st_size, "oid": "0"} for f in files]
                 return json.dumps(entries).encode()
             siblings = [{"rfilename": f} for f in files]
-            return json.dumps(
-                {"id": repo, "modelId": repo, "sha": COMMIT, "siblings": siblings, "tags": []}
-            ).encode()
+            return json.dumps({"id": repo, "modelId": repo, "sha": COMMIT, "siblings": siblings, "tags": []}).encode()
 
         def file(self, path: Path, body: bool) -> None:
             if not path.is_file():

@@ -349,9 +349,7 @@ def test_biases(tiny_checkpoint: Factory, tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     spec, weights = read_directory(tmp_path)
     assert spec.qkv_bias
-    np.testing.assert_array_equal(
-        weights.layers[1].attention.k_bias, tensors["model.layers.1.self_attn.k_proj.bias"]
-    )
+    np.testing.assert_array_equal(weights.layers[1].attention.k_bias, tensors["model.layers.1.self_attn.k_proj.bias"])
 
 
 def test_tied_heads(tiny_checkpoint: Factory, tmp_path: Path) -> None:
@@ -365,9 +363,7 @@ def test_tied_heads(tiny_checkpoint: Factory, tmp_path: Path) -> None:
                 {"tie_word_embeddings": False},
             )
         )
-    with pytest.raises(
-        LoadError, match=r"tie_word_embeddings is true but lm_head\.weight is not the embedding"
-    ):
+    with pytest.raises(LoadError, match=r"tie_word_embeddings is true but lm_head\.weight is not the embedding"):
         read_directory(edited(tiny_checkpoint("llama"), tmp_path / "b", {"tie_word_embeddings": True}))
 
 
@@ -386,9 +382,7 @@ def test_tied_heads(tiny_checkpoint: Factory, tmp_path: Path) -> None:
         ({"rope_parameters": {"rope_type": "linear"}}, "factor must be a positive number, is None"),
     ],
 )
-def test_contradictions(
-    changes: dict[str, Any], message: str, tiny_checkpoint: Factory, tmp_path: Path
-) -> None:
+def test_contradictions(changes: dict[str, Any], message: str, tiny_checkpoint: Factory, tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=message):
         read_directory(edited(tiny_checkpoint("llama"), tmp_path, changes))
 

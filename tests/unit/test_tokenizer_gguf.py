@@ -201,9 +201,7 @@ def test_qwen_equals_transformers(qwen_coder: Path, qwen_pair: Any) -> None:
     for text in samples:
         expected = theirs.encode(text, add_special_tokens=False)
         assert ours.encode(text, add_special=False, parse_special=True) == expected
-        assert ours.decode(expected, skip_special=False) == theirs.decode(
-            expected, clean_up_tokenization_spaces=False
-        )
+        assert ours.decode(expected, skip_special=False) == theirs.decode(expected, clean_up_tokenization_spaces=False)
         assert ours.decode(expected) == theirs.decode(expected, skip_special_tokens=True)
 
 
@@ -318,9 +316,7 @@ def small_metadata(pre: str, /, **changes: Any) -> dict[str, Any]:
     ],
 )
 @settings(max_examples=200, deadline=None)
-@given(
-    text=st.text(alphabet="abcthe 123's/!\n\r\tZéÄ日", max_size=30) | st.just("abcabc") | st.text(max_size=10)
-)
+@given(text=st.text(alphabet="abcthe 123's/!\n\r\tZéÄ日", max_size=30) | st.just("abcabc") | st.text(max_size=10))
 def test_families(pre: str, pattern: str, whole: bool, text: str) -> None:
     metadata = small_metadata(pre)
     nfc = unicodedata.normalize("NFC", text) if pre == "qwen2" else text
@@ -402,9 +398,7 @@ def sentencepiece_metadata(corpus: str, **changes: Any) -> dict[str, Any]:
     return {f"tokenizer.ggml.{key}": value for key, value in values.items() if value is not None}
 
 
-CORPUS = (
-    "the cat sat on the mat, and then the other hat was there too; that is what it was. über 日本 ab abab"
-)
+CORPUS = "the cat sat on the mat, and then the other hat was there too; that is what it was. über 日本 ab abab"
 
 
 def sentencepiece_oracle(metadata: dict[str, Any], text: str, prefix: bool) -> list[int]:
@@ -427,9 +421,7 @@ def sentencepiece_oracle(metadata: dict[str, Any], text: str, prefix: bool) -> l
 
 @pytest.mark.parametrize("prefix", [True, False])
 @settings(max_examples=200, deadline=None)
-@given(
-    text=st.text(alphabet=CORPUS + " \n", max_size=40) | st.text(max_size=12).filter(lambda t: "▁" not in t)
-)
+@given(text=st.text(alphabet=CORPUS + " \n", max_size=40) | st.text(max_size=12).filter(lambda t: "▁" not in t))
 def test_sentencepiece(prefix: bool, text: str) -> None:
     metadata = sentencepiece_metadata(CORPUS, add_space_prefix=prefix)
     tokenizer = tokenizer_from_gguf(metadata, "x")

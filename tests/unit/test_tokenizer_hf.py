@@ -25,9 +25,7 @@ from octavo.errors import LoadError, UnsupportedError
 from octavo.text.fast_tokenizer import FastTokenizer
 from octavo.text.hf_tokenizer import tokenizer_from_directory
 
-CORPUS = (
-    "the cat sat on the mat, and then the other hat was there too; that is what it was. über 日本 ab abab"
-)
+CORPUS = "the cat sat on the mat, and then the other hat was there too; that is what it was. über 日本 ab abab"
 SPECIALS = ["<unk>", "<s>", "</s>"]
 
 
@@ -67,9 +65,7 @@ def metaspace(scheme: str) -> Tokenizer:
     base = [*SPECIALS, *(f"<0x{b:02X}>" for b in range(256))]
     vocab = {piece: i for i, piece in enumerate([*base, *state["vocab"]])}
     merges = [tuple(merge) for merge in state["merges"]]
-    tokenizer = Tokenizer(
-        models.BPE(vocab=vocab, merges=merges, byte_fallback=True, fuse_unk=True, unk_token="<unk>")
-    )
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if scheme == "legacy":
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -106,9 +102,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[FastToken
     base = tmp_path_factory.mktemp("tokenizers")
     llama = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     found = {
-        "byte_level": pair(
-            save(base / "bytes", byte_level(), bos_token="<|begin_of_text|>", eos_token="<|eot_id|>")
-        )
+        "byte_level": pair(save(base / "bytes", byte_level(), bos_token="<|begin_of_text|>", eos_token="<|eot_id|>"))
     }
     for scheme in ("legacy", "first", "always", "never"):
         found[scheme] = pair(save(base / scheme, metaspace(scheme), **llama))
@@ -143,9 +137,7 @@ texts = st.lists(words, max_size=10).map("".join) | st.text(max_size=15)
 @given(text=texts)
 def test_reads_control_tokens_as_transformers_does(name: str, text: str, pairs: Any) -> None:
     ours, theirs = pairs[name]
-    assert ours.encode(text, add_special=False, parse_special=True) == theirs.encode(
-        text, add_special_tokens=False
-    )
+    assert ours.encode(text, add_special=False, parse_special=True) == theirs.encode(text, add_special_tokens=False)
     assert ours.encode(text, parse_special=True) == theirs.encode(text)
 
 
@@ -252,9 +244,7 @@ def test_templates(tmp_path: Path) -> None:
     def rendered(folder: Path, **kwargs: Any) -> str:
         return tokenizer_from_directory(folder, 400).render_chat(messages, **kwargs)
 
-    config = save(
-        tmp_path / "a", byte_level(), chat_template="config {{ eos_token }}", eos_token="<|eot_id|>"
-    )
+    config = save(tmp_path / "a", byte_level(), chat_template="config {{ eos_token }}", eos_token="<|eot_id|>")
     assert rendered(config) == "config <|eot_id|>"
     (config / "chat_template.jinja").write_text("file", encoding="utf-8")
     assert rendered(config) == "file"
@@ -288,9 +278,7 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
 
 def test_other_kinds_of_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="a model of type WordLevel"):
-        tokenizer_from_directory(
-            save(tmp_path / "a", Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))), 10
-        )
+        tokenizer_from_directory(save(tmp_path / "a", Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))), 10)
     tokenizer = byte_level()
     tokenizer.decoder = decoders.WordPiece()
     with pytest.raises(UnsupportedError, match=r"a decoder of \['WordPiece'\]"):

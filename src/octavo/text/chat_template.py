@@ -92,9 +92,7 @@ def _prepare(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     prepared = dict(message)
     content = prepared.get("content")
     if isinstance(content, list | tuple):
-        prepared["content"] = "".join(
-            _part_text(part, f"{where}.content[{i}]") for i, part in enumerate(content)
-        )
+        prepared["content"] = "".join(_part_text(part, f"{where}.content[{i}]") for i, part in enumerate(content))
     elif content is not None and not isinstance(content, str):
         raise RequestError(
             f"{where}.content must be text or a list of parts, is {type(content).__name__}",
@@ -104,9 +102,7 @@ def _prepare(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     if calls:
         if not isinstance(calls, list | tuple):
             raise RequestError(f"{where}.tool_calls must be a list", param=f"{where}.tool_calls")
-        prepared["tool_calls"] = [
-            _prepare_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
-        ]
+        prepared["tool_calls"] = [_prepare_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
     return prepared
 
 
@@ -142,9 +138,7 @@ def _with_arguments(function: Mapping[str, Any], where: str) -> dict[str, Any]:
         try:
             prepared["arguments"] = json.loads(arguments) if arguments.strip() else {}
         except ValueError as error:
-            raise RequestError(
-                f"{where}.arguments is not JSON: {error}", param=f"{where}.arguments"
-            ) from error
+            raise RequestError(f"{where}.arguments is not JSON: {error}", param=f"{where}.arguments") from error
     return prepared
 
 
@@ -165,9 +159,7 @@ class ControlGuard:
     def check_role(self, role: str, where: str) -> None:
         """Templates build control tokens from roles ("<|" + role + "|>"); made-up ones must not do so."""
         if role not in KNOWN_ROLES and any(role in text for text in self._texts):
-            raise RequestError(
-                f"{where}: {role!r} is not a role; known: {', '.join(KNOWN_ROLES)}", param=where
-            )
+            raise RequestError(f"{where}: {role!r} is not a role; known: {', '.join(KNOWN_ROLES)}", param=where)
 
     def marker_for(self, values: Iterable[Any]) -> str:
         """A character that occurs in none of the values' strings."""

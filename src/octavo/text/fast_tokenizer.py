@@ -113,9 +113,7 @@ class FastTokenizer:
     ) -> str:
         """The prompt's text, for people to read: which control tokens in it are real, only the ids say."""
         parts, marker = self._render(messages, tools, add_generation_prompt)
-        return "".join(part.text if isinstance(part, SpecialToken) else part for part in parts).replace(
-            marker, ""
-        )
+        return "".join(part.text if isinstance(part, SpecialToken) else part for part in parts).replace(marker, "")
 
     def _render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, generate: bool

@@ -27,9 +27,7 @@ _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2_WORDS = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST
 _CASED = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]%s[\p{Ll}\p{Lm}\p{Lo}\p{M}]%s"
-_TEKKEN_WORDS = (
-    (_CASED % ("*", "+")) + "|" + (_CASED % ("+", "*")) + r"|\p{N}" + _REST.replace(r"[\r\n]*", r"[\r\n/]*")
-)
+_TEKKEN_WORDS = (_CASED % ("*", "+")) + "|" + (_CASED % ("+", "*")) + r"|\p{N}" + _REST.replace(r"[\r\n]*", r"[\r\n/]*")
 _LLAMA3_WORDS = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST
 
 
@@ -127,9 +125,7 @@ class _Builder:
         if value is None:
             return None
         if not isinstance(value, int) or not 0 <= value < len(self.pieces):
-            raise LoadError(
-                f"{self.where}: tokenizer.ggml.{name}_token_id {value!r} is outside the vocabulary"
-            )
+            raise LoadError(f"{self.where}: tokenizer.ggml.{name}_token_id {value!r} is outside the vocabulary")
         return value
 
     def of_kind(self, *kinds: Kind) -> list[int]:
@@ -153,9 +149,7 @@ class _Builder:
             space_prefix = self.switch("add_space_prefix", True)
             plain, style, adds_bos = self.sentencepiece(space_prefix), "metaspace", True
         else:
-            raise UnsupportedError(
-                f"{self.where}: tokenizer.ggml.model {model!r} is not supported; gpt2 and llama are"
-            )
+            raise UnsupportedError(f"{self.where}: tokenizer.ggml.model {model!r} is not supported; gpt2 and llama are")
         bos, eos = self.token_id("bos"), self.token_id("eos")
         prefix = () if bos is None or not self.switch("add_bos_token", adds_bos) else (bos,)
         suffix = () if eos is None or not self.switch("add_eos_token", False) else (eos,)
@@ -214,9 +208,7 @@ class _Builder:
         try:
             return PlainTokenizer(BPE(vocab=self.vocab(), merges=merges, **options))
         except Exception as error:  # the library raises nothing narrower
-            raise LoadError(
-                f"{self.where}: its vocabulary and merges do not fit together: {error}"
-            ) from error
+            raise LoadError(f"{self.where}: its vocabulary and merges do not fit together: {error}") from error
 
     def byte_level(self, family: _Family) -> PlainTokenizer:
         merges = _halves(self.strings("merges"), self.where)
@@ -245,9 +237,7 @@ class _Builder:
         """Ways to join two tokens into one, the best-scored result first; needs distinct scores."""
         scores = self.get("scores")
         if scores is None or len(scores) != len(self.pieces):
-            raise LoadError(
-                f"{self.where}: tokenizer.ggml.scores is missing or not as long as the vocabulary"
-            )
+            raise LoadError(f"{self.where}: tokenizer.ggml.scores is missing or not as long as the vocabulary")
         scores = np.asarray(scores, dtype=np.float64).tolist()
         # Only ordinary tokens come about by joining; byte and user-defined ones do not.
         normal = self.of_kind(Kind.NORMAL)

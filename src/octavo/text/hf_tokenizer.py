@@ -24,9 +24,7 @@ from octavo.text.vocabulary import Kind, Style, Vocabulary
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
-def tokenizer_from_directory(
-    directory: Path, vocab_size: int, eos_token_ids: Iterable[int] = ()
-) -> FastTokenizer:
+def tokenizer_from_directory(directory: Path, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> FastTokenizer:
     """Raises LoadError for missing or damaged files, UnsupportedError for other kinds of tokenizer.
 
     `vocab_size` and `eos_token_ids` are those of the model's configs; end tokens of the tokenizer are added.
@@ -39,13 +37,9 @@ class _Builder:
         self.directory, self.vocab_size = directory, vocab_size
         self.path = directory / "tokenizer.json"
         if not self.path.is_file():
-            others = [
-                n for n in ("tokenizer.model", "vocab.json", "tekken.json") if (directory / n).is_file()
-            ]
+            others = [n for n in ("tokenizer.model", "vocab.json", "tekken.json") if (directory / n).is_file()]
             hint = (
-                f" ({', '.join(others)} alone is not enough; transformers' save_pretrained writes it)"
-                if others
-                else ""
+                f" ({', '.join(others)} alone is not enough; transformers' save_pretrained writes it)" if others else ""
             )
             raise LoadError(f"{directory}: no tokenizer.json{hint}")
         try:
@@ -79,9 +73,7 @@ class _Builder:
         style, strip_space = self.decoder()
         added = {i: token for i, token in self.full.get_added_tokens_decoder().items() if i < self.vocab_size}
         specials = tuple(
-            SpecialToken(i, t.content, t.lstrip, t.rstrip, t.single_word)
-            for i, t in sorted(added.items())
-            if t.special
+            SpecialToken(i, t.content, t.lstrip, t.rstrip, t.single_word) for i, t in sorted(added.items()) if t.special
         )
         vocabulary = self.vocabulary(added, style)
         kept = [token for _, token in sorted(added.items()) if not token.special]
@@ -141,9 +133,7 @@ class _Builder:
                 return "metaspace", False
             if len(plain) == 2 and plain[1].get("type") == "Strip" and plain[1].get("content") == " ":
                 return "metaspace", plain[1].get("start", 0) == 1
-        raise UnsupportedError(
-            f"{self.path}: a decoder of {kinds}; byte-level and SentencePiece ones are supported"
-        )
+        raise UnsupportedError(f"{self.path}: a decoder of {kinds}; byte-level and SentencePiece ones are supported")
 
     def vocabulary(self, added: Mapping[int, Any], style: Style) -> Vocabulary:
         pieces, kinds = [""] * self.vocab_size, bytearray([Kind.UNUSED]) * self.vocab_size
@@ -240,17 +230,10 @@ class _Builder:
 
 
 def _replaces_metaspace(step: Mapping[str, Any]) -> bool:
-    return (
-        step.get("type") == "Replace"
-        and step.get("pattern") == {"String": "▁"}
-        and step.get("content") == " "
-    )
+    return step.get("type") == "Replace" and step.get("pattern") == {"String": "▁"} and step.get("content") == " "
 
 
 def _never_prepend(state: Any) -> Any:
     if isinstance(state, dict):
-        return {
-            k: "never" if (k, v) == ("prepend_scheme", "first") else _never_prepend(v)
-            for k, v in state.items()
-        }
+        return {k: "never" if (k, v) == ("prepend_scheme", "first") else _never_prepend(v) for k, v in state.items()}
     return [_never_prepend(v) for v in state] if isinstance(state, list) else state

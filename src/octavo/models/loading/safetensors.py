@@ -96,9 +96,7 @@ def _open_one(path: Path) -> list[StoredTensor]:
     if header_bytes > MAX_HEADER_BYTES:
         raise LoadError(f"{path}: not a safetensors file: a header of {header_bytes} bytes")
     if 8 + header_bytes > size:
-        raise LoadError(
-            f"{path}: truncated: a header of {header_bytes} bytes in a file of {size}; fetch it again"
-        )
+        raise LoadError(f"{path}: truncated: a header of {header_bytes} bytes in a file of {size}; fetch it again")
     try:
         header = json.loads(data[8 : 8 + header_bytes].tobytes())
     except (ValueError, RecursionError) as error:
@@ -116,9 +114,7 @@ def _tensor(path: Path, name: str, entry: Any, body: NDArray[np.uint8]) -> Store
     except (KeyError, TypeError, ValueError) as error:
         raise LoadError(f"{path}: tensor {name}: a damaged header entry") from error
     if not sane or begin > end:
-        raise LoadError(
-            f"{path}: tensor {name}: a damaged header entry (shape {shape}, bytes {begin} to {end})"
-        )
+        raise LoadError(f"{path}: tensor {name}: a damaged header entry (shape {shape}, bytes {begin} to {end})")
     if dtype not in DTYPES:
         raise UnsupportedError(f"{path}: tensor {name} has type {dtype}; Octavo reads {', '.join(DTYPES)}")
     if end - begin != prod(shape) * DTYPES[dtype]:

@@ -46,9 +46,7 @@ def read_directory(directory: Path) -> tuple[ModelSpec, ModelWeights]:
     """
     if not (directory / "config.json").is_file():
         if (directory / "adapter_config.json").is_file():
-            raise UnsupportedError(
-                f"{directory}: an adapter; Octavo loads whole models: merge it into its base first"
-            )
+            raise UnsupportedError(f"{directory}: an adapter; Octavo loads whole models: merge it into its base first")
         raise LoadError(f"{directory}: no config.json: not a Hugging Face model directory")
     config = _Config(read_json(directory / "config.json"), str(directory / "config.json"))
     spec = config.spec()
@@ -109,12 +107,7 @@ class _Config:
     def number(self, values: Mapping[str, Any], field: str, default: float | None = None) -> float:
         value = values.get(field)
         value = default if value is None else value
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not np.isfinite(value)
-            or value <= 0
-        ):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value) or value <= 0:
             raise LoadError(f"{self.where}: {field} must be a positive number, is {value!r}")
         return float(value)
 
@@ -176,9 +169,9 @@ class _Config:
         elif self.architecture == "mistral":
             uses = True
         else:
-            uses = bool(get("use_sliding_window", False)) and self.integer(
-                "max_window_layers", 28
-            ) < self.integer("num_hidden_layers")
+            uses = bool(get("use_sliding_window", False)) and self.integer("max_window_layers", 28) < self.integer(
+                "num_hidden_layers"
+            )
         return self.integer("sliding_window", window) if uses and window is not None else None
 
     # Rotary embedding
@@ -202,9 +195,7 @@ class _Config:
         kind = values.get("rope_type", values.get("type", "default"))
         return RopeSpec(theta, head_dim, self.rope_scaling(str(kind), values, field, context))
 
-    def rope_scaling(
-        self, kind: str, values: Mapping[str, Any], field: str, context: int
-    ) -> RopeScaling | None:
+    def rope_scaling(self, kind: str, values: Mapping[str, Any], field: str, context: int) -> RopeScaling | None:
         if kind == "default":
             return None
         if kind == "linear":
@@ -215,9 +206,7 @@ class _Config:
         trained = values.get("original_max_position_embeddings") if trained is None else trained
         trained = context if trained is None else trained
         if not isinstance(trained, int) or isinstance(trained, bool) or trained < 1:
-            raise LoadError(
-                f"{self.where}: original_max_position_embeddings must be a whole number, is {trained!r}"
-            )
+            raise LoadError(f"{self.where}: original_max_position_embeddings must be a whole number, is {trained!r}")
         if kind == "llama3":
             return RopeScaling(
                 "llama3",
@@ -240,9 +229,7 @@ class _Config:
 
 
 class _Weights:
-    def __init__(
-        self, where: str, config: _Config, spec: ModelSpec, tensors: Mapping[str, StoredTensor]
-    ) -> None:
+    def __init__(self, where: str, config: _Config, spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> None:
         self.where, self.config, self.spec, self.tensors = where, config, spec, tensors
         # Older checkpoints carry the frequencies, which follow from the config.
         self.unread = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")}
@@ -252,9 +239,7 @@ class _Weights:
         if found is None:
             raise LoadError(f"{self.where}: no tensor {name} in its weights")
         if found.shape != shape:
-            raise LoadError(
-                f"{self.where}: tensor {name} has shape {found.shape}, config.json asks for {shape}"
-            )
+            raise LoadError(f"{self.where}: tensor {name} has shape {found.shape}, config.json asks for {shape}")
         self.unread.discard(name)
         return found
 
@@ -297,9 +282,7 @@ class _Weights:
         p = f"model.layers.{i}."
         a, m = p + "self_attn.", p + "mlp."
         if a + "o_proj.bias" in self.tensors:
-            raise self.config.refuse(
-                "attention_bias", True, f"the output projection has a bias ({a}o_proj.bias)"
-            )
+            raise self.config.refuse("attention_bias", True, f"the output projection has a bias ({a}o_proj.bias)")
         bias = spec.qkv_bias
         attention = AttentionWeights(
             norm=self.vector(p + "input_layernorm.weight", spec.d_model),
