@@ -1,6 +1,6 @@
 """What each cache codec costs in perplexity, and what rounded activations cost, on a novel.
 
-    python -m benchmarks.perplexity [--models smollm2-135m,qwen2.5-coder-0.5b] [--text persuasion] [--no-peers] [--quick]
+    python -m benchmarks.perplexity [--models smollm2-135m,qwen2.5-coder-0.5b] [--text persuasion] [--no-peers]
 
 Windows of 2,048 tokens are spread evenly over the text; every token from position 256 on is scored, so that each
 scored query attends to at least eight sealed pages of 32 tokens, as Octavo's queries always do. All engines read the
