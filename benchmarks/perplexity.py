@@ -33,6 +33,8 @@ from octavo.models.loading.load import load_model
 
 CODECS = ("f32", "f16", "int8", "int8/int4", "int4")
 LLAMA_CACHES = ("f16", "q8_0", "q4_0")
+#: Codecs that read the long window too.
+LONG = ("f16", "int8", "int4")
 
 #: The most that a codec may cost, percent over f16.
 BARS = {
@@ -47,7 +49,7 @@ INT4_BITS = 4.75
 
 @dataclass(frozen=True)
 class Plan:
-    n_windows: int = 10
+    n_windows: int = 9
     window: int = 2048
     first: int = 256
     long_window: int = 8192
@@ -102,7 +104,9 @@ class Measurement:
     def read_all(self, peers: bool) -> None:
         n_ctx = max(self.plan.window, len(self.long))
         for codec in CODECS:
-            self.read(f"octavo {codec}", octavo_worker, long=True, cache=codec, n_ctx=n_ctx, backend=self.backend)
+            self.read(
+                f"octavo {codec}", octavo_worker, long=codec in LONG, cache=codec, n_ctx=n_ctx, backend=self.backend
+            )
         for cache in LLAMA_CACHES if peers else ():
             self.read(f"llama.cpp {cache}", llama_worker, long=False, cache=cache, n_ctx=n_ctx)
         self.read("transformers f32", transformers_worker, long=False)
