@@ -30,7 +30,8 @@ def find_chromium() -> str:
     return found
 
 
-@pytest.fixture(scope="session")
+# Of this package alone: while it lives, playwright's event loop runs in this thread, and other tests want their own.
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=find_chromium(), args=FLAGS)

@@ -83,7 +83,7 @@ def test_open_address_without_keys_warns() -> None:
     ("arguments", "told"),
     [
         (("--kv-memory", "3x"), "not a size: '3x'"),
-        (("--page-size", "33"), "page size must be one of 16, 32, 64, 128, got 33"),
+        (("--page-size", "33"), "page_size must be one of 16, 32, 64, 128, got 33"),
         (("--api-key-file", "/no/such/file"), "cannot read the API key file /no/such/file"),
         (("--host", "no.such.host.invalid"), "no.such.host.invalid"),
         (("--port", "70000"), "--port"),

@@ -90,9 +90,9 @@ def test_echo_without_logprobs(client: OpenAI, scripted: ScriptedEngine, reply: 
     assert [c.text for c in answer.choices] == ["Hi " + reply] * 2 + ["Yo " + reply] * 2
     assert all(c.logprobs is None for c in answer.choices)
     assert all(r.params.prompt_logprobs is None for r in scripted.requests)
-    # Control tokens of a prompt are no text.
+    # An echo is the whole prompt, control tokens too.
     answer = client.completions.create(model="scripted", prompt=[256, 72], max_tokens=0, echo=True)
-    assert answer.choices[0].text == "H"
+    assert answer.choices[0].text == "<|im_start|>H"
 
 
 @pytest.mark.parametrize("options", [{}, {"logprobs": 3}, {"echo": True}, {"echo": True, "logprobs": 3, "n": 2}])
