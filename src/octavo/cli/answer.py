@@ -22,6 +22,7 @@ def print_answer(events: Iterator[Event], out: Console, err: Console) -> Answer:
     """Text goes to `out`, everything else to `err`. Ctrl-C ends the answer; what came so far is returned."""
     text: list[str] = []
     finished: Finished | None = None
+    pending: Event | None = None
     bar = Progress(
         TextColumn("reading the prompt"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=err,
         transient=True,
@@ -38,8 +39,11 @@ def print_answer(events: Iterator[Event], out: Console, err: Console) -> Answer:
                     bar.update(task, completed=event.done_tokens)
                 else:
                     first = last = time.monotonic()
-                    finished = _take(event, text, out)
+                    pending = event
                     break
+        # Printed once the bar is gone, which would otherwise break the first line.
+        if pending is not None:
+            finished = _take(pending, text, out)
         for event in events:
             last = time.monotonic()
             finished = _take(event, text, out) or finished
@@ -68,4 +72,4 @@ def _print_figures(done: Finished, decode_s: float, err: Console) -> None:
         f"{rate:.1f} tokens/s" if rate is not None else "",
         f"{done.kv_bytes / 2**20:.1f} MiB of KV cache",
     ]
-    err.print(f"[dim]{'  ·  '.join(p for p in parts if p)}[/]", highlight=False)
+    err.print(f"[dim]{'  ·  '.join(p for p in parts if p)}[/]", highlight=False, soft_wrap=True)

@@ -199,7 +199,7 @@ def _announce(err: Console, url: str, info: EngineInfo, open_page: bool) -> None
     err.print(f"  model    {info.model_name}  ({info.backend}), up to {info.max_model_len:,} tokens")
     kept = "" if info.prefix_cache else ", not kept between requests"
     budget = f"{_mebibytes(info.kv_memory_bytes)}, up to {tokens:,} tokens, less what unfinished pages take"
-    err.print(f"  cache    {budget} ({codecs}, {info.page_size} a page{kept})")
+    err.print(f"  cache    {budget} ({codecs}, {info.page_size} a page{kept})", soft_wrap=True)
     err.print(f"  page     {url}/")
     err.print(f"  API      {url}/v1")
     if open_page:
