@@ -195,11 +195,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--backend", default="cpu", choices=["cpu", "reference"])
-    parser.add_argument("--no-peer", action="store_true", help="without llama.cpp")
+    parser.add_argument("--no-peers", action="store_true", help="leave llama.cpp out")
     args = parser.parse_args()
     results = {}
     for model in args.models.split(","):
-        results[model] = measure(model, args.tokens, args.threads, args.backend, not args.no_peer)
+        results[model] = measure(model, args.tokens, args.threads, args.backend, not args.no_peers)
         print(f"\n{model}\n{markdown_per_token(results[model])}\n\n{markdown_waste(results[model])}", flush=True)
     print(f"\nwritten to {save('memory', {'tokens': args.tokens}, results)}")
 

@@ -219,9 +219,6 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two short windows: a look, not a figure")
     args = parser.parse_args()
     plan = QUICK if args.quick else Plan()
-    results = {
-        m: measure(m, args.text, plan, args.threads, args.backend, not args.no_peers) for m in args.models.split(",")
-    }
     settings = {
         **asdict(plan),
         "quick": args.quick,
@@ -229,7 +226,11 @@ def main() -> None:
         "threads": args.threads,
         "backend": args.backend,
     }
-    print(f"written to {save('perplexity', settings, results)}")
+    results = {}
+    for model in args.models.split(","):
+        results[model] = measure(model, args.text, plan, args.threads, args.backend, not args.no_peers)
+        # After each model: an hour's work is not to be lost.
+        print(f"written to {save('perplexity', settings, results)}")
 
 
 if __name__ == "__main__":
