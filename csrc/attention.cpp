@@ -113,13 +113,15 @@ Step::Step(const CacheLayout& cache, const BatchView& batch, const RopeTable& ro
     const size_t first_page = start / page_size, last_page = (stop - 1) / page_size;
     for (size_t page = first_page, row = static_cast<size_t>(begin); page <= last_page; ++page) {
       const size_t from = std::max(start, page * page_size), to = std::min(stop, (page + 1) * page_size);
-      OwnPage own{s, page, row, to - from, from % page_size, -1, 0, 0, to == (page + 1) * page_size};
+      OwnPage own{s, page, row, to - from, from % page_size, -1, 0, 0, 0, to == (page + 1) * page_size};
       if (first_page == last_page && open >= 0) {
         own.open_offset = open;
         own_.push_back(own);
       } else if (own.completes) {
         own.scratch = n_scratch_++;
         own.gather = own.slot;
+        own.saved = saved_floats_;
+        saved_floats_ += own.gather * 2 * heads * cache.shape.plane.head_dim;
         own_.push_back(own);
       } else {
         own.open_offset = open;
@@ -136,6 +138,8 @@ Step::Step(const CacheLayout& cache, const BatchView& batch, const RopeTable& ro
 
   for (size_t i = 0; i < own_.size(); ++i)
     if (own_[i].completes) sealing_.push_back(i);
+
+  saved_.resize(saved_floats_ * cache.open.layers.size());
 
   // Tiles, longest first so that threads end together.
   const size_t score_row = cache.shape.split_pages * page_size * sizeof(float);
@@ -189,6 +193,17 @@ class AttentionRun {
   void run() {
     for (size_t i = 0; i < step_.n_direct_; ++i)
       if (step_.own_[i].gather > 0) gather(step_.own_[i]);
+    try {
+      work();
+    } catch (...) {
+      for (size_t i = 0; i < step_.n_direct_; ++i)
+        if (step_.own_[i].gather > 0) put_back(step_.own_[i]);
+      throw;
+    }
+  }
+
+ private:
+  void work() {
     write(0, step_.n_direct_);
     write(step_.n_direct_, step_.own_.size() - step_.n_direct_);
     context_.pool.parallel_for(step_.sealing_.size() * heads_, [&](size_t i, int thread) {
@@ -206,7 +221,6 @@ class AttentionRun {
     }
   }
 
- private:
   struct ExactPage {
     float* keys;
     float* values;
@@ -214,26 +228,46 @@ class AttentionRun {
 
   float* thread_scratch(int thread) const { return threads_ + static_cast<size_t>(thread) * thread_floats_; }
 
-  ExactPage open_page(int64_t offset) const {
-    const LayerPlanes& planes = cache_.open.layers[p_.layer];
+  ExactPage open_page(int64_t offset, size_t layer) const {
+    const LayerPlanes& planes = cache_.open.layers[layer];
     uint8_t* page = step_.memory_ + offset;
     return {reinterpret_cast<float*>(page + planes.key_offset), reinterpret_cast<float*>(page + planes.value_offset)};
   }
 
   ExactPage exact_page(const Step::OwnPage& own) const {
-    if (own.open_offset >= 0) return open_page(own.open_offset);
+    if (own.open_offset >= 0) return open_page(own.open_offset, p_.layer);
     float* page = exact_ + own.scratch * 2 * heads_ * head_page_;
     return {page, page + heads_ * head_page_};
   }
 
-  /// Copies the tokens before the segment from its open page to the scratch page that completes it.
-  void gather(const Step::OwnPage& own) const {
-    const ExactPage from = open_page(step_.segment_open_[own.segment]), to = exact_page(own);
-    const size_t tokens = shape_.plane.page_size;
+  /// Copies n tokens' keys (rows of n floats, the steps apart) and values (per head, the steps apart).
+  void copy_tokens(size_t n, const ExactPage& from, size_t from_row, size_t from_head, const ExactPage& to,
+                   size_t to_row, size_t to_head) const {
     for (size_t c = 0; c < heads_ * d_; ++c)
-      std::memcpy(to.keys + c * tokens, from.keys + c * tokens, own.gather * sizeof(float));
+      std::memcpy(to.keys + c * to_row, from.keys + c * from_row, n * sizeof(float));
     for (size_t h = 0; h < heads_; ++h)
-      std::memcpy(to.values + h * head_page_, from.values + h * head_page_, own.gather * d_ * sizeof(float));
+      std::memcpy(to.values + h * to_head, from.values + h * from_head, n * d_ * sizeof(float));
+  }
+
+  ExactPage saved_tokens(const Step::OwnPage& own, size_t layer) const {
+    float* keys = step_.saved_.data() + layer * step_.saved_floats_ + own.saved;
+    return {keys, keys + own.gather * heads_ * d_};
+  }
+
+  /// Copies the tokens before the segment from its open page to the scratch page that completes it, and saves them.
+  void gather(const Step::OwnPage& own) const {
+    const ExactPage from = open_page(step_.segment_open_[own.segment], p_.layer);
+    const size_t tokens = shape_.plane.page_size;
+    copy_tokens(own.gather, from, tokens, head_page_, exact_page(own), tokens, head_page_);
+    copy_tokens(own.gather, from, tokens, head_page_, saved_tokens(own, p_.layer), own.gather, own.gather * d_);
+  }
+
+  /// The saved tokens of this layer and those before go back to the open page.
+  void put_back(const Step::OwnPage& own) const {
+    const size_t tokens = shape_.plane.page_size;
+    for (size_t layer = 0; layer <= p_.layer; ++layer)
+      copy_tokens(own.gather, saved_tokens(own, layer), own.gather, own.gather * d_,
+                  open_page(step_.segment_open_[own.segment], layer), tokens, head_page_);
   }
 
   /// Writes the rows of own pages [first, first + n).

@@ -76,6 +76,7 @@ class Step {
     int64_t open_offset;     ///< in place in the sequence's open page; -1: in scratch page `scratch`
     size_t scratch;
     size_t gather;           ///< tokens before `slot` to copy from the segment's open page to scratch
+    size_t saved;            ///< where these stay in a layer's part of `saved_`
     bool completes;
   };
   /// Consecutive rows of one own page that are attended together.
@@ -112,6 +113,10 @@ class Step {
   std::vector<size_t> sealing_;          // those of own_ that complete
   size_t n_direct_ = 0;                  // own_[0, n_direct_) before own_[n_direct_, ...): tails that reuse an open page
   size_t n_scratch_ = 0;
+  // [layer][tokens gathered]: a segment that spans pages overwrites its open page's tokens with those of its last page;
+  // a step that fails in a later layer puts them back.
+  size_t saved_floats_ = 0;              // of one layer
+  mutable std::vector<float> saved_;
   std::vector<Tile> tiles_;
   std::vector<Task> tasks_;
   size_t tile_rows_ = 0;                 // flat rows of the largest tile
@@ -130,9 +135,8 @@ struct AttentionParameters {
 /// qkv [n_rows][(n_heads + 2 * n_kv_heads) * head_dim] -> out [n_rows][n_heads * head_dim]. Writes exact keys and
 /// values, seals the pages that the rows complete, attends. Throws CodecRangeError, naming layer, role and token.
 ///
-/// After an exception the step is lost: a segment that lies in one page may be run again from the same position (its rows
-/// overwrite themselves), one that spans pages only from the start of its first page, since the tokens of its last page
-/// may lie in the open page where those of its first were.
+/// After an exception the step is lost, but its segments may be run again from the same positions: open pages hold the
+/// tokens before them, in all layers, as they did before the step.
 void attend(Context& context, const Step& step, const AttentionParameters& parameters, const float* qkv, float* out);
 
 }  // namespace octavo

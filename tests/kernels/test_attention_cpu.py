@@ -213,6 +213,28 @@ def test_sealing_errors_name_layer_role_and_token(codecs: tuple[str, str], split
             world.run(seq, split)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_failed_step_can_be_run_again(threads: int) -> None:
+    """Another sequence fails in the last layer, when the first ones have long overwritten the open page. Alone, the
+    sequence then gives what it would have given."""
+    shape = Shape(n_layers=3)
+    codecs = [("int8", "int4")]
+    clean = World(shape, codecs)
+    expected = clean.run(clean.sequence(200), [20, 130, 50])
+    world = World(shape, codecs, threads=threads)
+    seq, other, bad = world.sequence(200), world.sequence(40, seed=1), world.sequence(40, seed=2)
+    world.step((seq, 20), (other, 5))
+    bad.qkv[2, 17, -1] = np.inf
+    for _ in range(2):
+        with pytest.raises(CodecRangeError, match="layer 2, token 17"):
+            world.step((other, 35), (seq, 130), (bad, 40))
+    world.step((seq, 130))
+    world.step((other, 35), (seq, 50))
+    assert same_bits(seq.outputs(), expected)
+    alone = clean.sequence(40, seed=1)
+    assert same_bits(other.outputs(), clean.run(alone, [5, 35]))
+
+
 def test_scale_overflow_names_the_page() -> None:
     world = World(Shape(), [("int8", "int8")])
     seq = world.sequence(96)
