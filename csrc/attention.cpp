@@ -67,7 +67,8 @@ Step::Step(const CacheLayout& cache, const BatchView& batch, const RopeTable& ro
     return offset >= 0 && offset % static_cast<int64_t>(kPlaneAlign) == 0 && bytes <= batch.memory_bytes &&
            static_cast<size_t>(offset) <= batch.memory_bytes - bytes;
   };
-  if (rope.dim % 2 != 0 || rope.dim > cache.shape.plane.head_dim) refuse("rotary dimension must be even, at most head_dim");
+  if (rope.dim % 2 != 0 || rope.dim > cache.shape.plane.head_dim)
+    refuse("rotary dimension must be even, at most head_dim");
   if (reinterpret_cast<uintptr_t>(batch.memory) % alignof(float) != 0) refuse("memory must be aligned to 4 bytes");
 
   for (size_t e = 0; e < batch.n_entries; ++e) {
@@ -172,8 +173,8 @@ Step::Step(const CacheLayout& cache, const BatchView& batch, const RopeTable& ro
 class AttentionRun {
  public:
   AttentionRun(Context& context, const Step& step, const AttentionParameters& parameters, const float* qkv, float* out)
-      : context_(context), step_(step), p_(parameters), cache_(step.cache()), shape_(cache_.shape), qkv_(qkv), out_(out),
-        d_(shape_.plane.head_dim), heads_(shape_.plane.n_heads), group_(shape_.group),
+      : context_(context), step_(step), p_(parameters), cache_(step.cache()), shape_(cache_.shape), qkv_(qkv),
+        out_(out), d_(shape_.plane.head_dim), heads_(shape_.plane.n_heads), group_(shape_.group),
         width_((group_ + 2) * heads_ * d_), head_page_(d_ * shape_.plane.page_size) {
     const size_t rows = step.n_rows();
     bool rotated = false;

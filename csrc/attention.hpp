@@ -111,7 +111,7 @@ class Step {
   std::vector<uint8_t> formats_used_;
   std::vector<OwnPage> own_;             // pages that may be written at once
   std::vector<size_t> sealing_;          // those of own_ that complete
-  size_t n_direct_ = 0;                  // own_[0, n_direct_) before own_[n_direct_, ...): tails that reuse an open page
+  size_t n_direct_ = 0;                  // own_[n_direct_, ...) reuse an open page: written after the others
   size_t n_scratch_ = 0;
   // [layer][tokens gathered]: a segment that spans pages overwrites its open page's tokens with those of its last page;
   // a step that fails in a later layer puts them back.

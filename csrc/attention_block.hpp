@@ -22,8 +22,8 @@ class AttentionBlock {
   size_t cols() const { return qkv_.cols(); }
   size_t packed_bytes() const { return qkv_.packed_bytes() + o_.packed_bytes(); }
 
-  /// hidden [step.n_rows(), cols()]. Throws CodecRangeError where a page cannot be sealed or read, std::invalid_argument
-  /// where the step is of another cache.
+  /// hidden [step.n_rows(), cols()]. Throws CodecRangeError where a page cannot be sealed or read,
+  /// std::invalid_argument where the step is of another cache.
   void run(Context& context, const Step& step, float* hidden) const;
 
  private:

@@ -108,7 +108,8 @@ __attribute__((noinline)) void multiply_own_values(const SplitJob& job, const fl
     multiply_rows<false>(reader, 0, shared, d, n, w + r * w_step, w_step, nullptr, out + r * d, d, fresh);
     for (size_t i = r + 1; i < r + n; ++i) {
       const size_t end = job.own_slot + i / group + 1;
-      if (end > shared) multiply_rows<false>(reader, shared, end, d, 1, w + i * w_step, w_step, nullptr, out + i * d, d, false);
+      if (end > shared)
+        multiply_rows<false>(reader, shared, end, d, 1, w + i * w_step, w_step, nullptr, out + i * d, d, false);
     }
   }
 }
@@ -149,7 +150,9 @@ struct PlaneView {
   const uint8_t* plane;
 };
 OCTAVO_INLINE PlaneView sealed_key(const SplitJob& job, size_t p) { return {job.pages[p].key, job.pages[p].keys}; }
-OCTAVO_INLINE PlaneView sealed_value(const SplitJob& job, size_t p) { return {job.pages[p].value, job.pages[p].values}; }
+OCTAVO_INLINE PlaneView sealed_value(const SplitJob& job, size_t p) {
+  return {job.pages[p].value, job.pages[p].values};
+}
 
 /// Asks for a head's scales, and returns where its codes begin.
 OCTAVO_INLINE const uint8_t* fetch_scales(const PlaneShape& shape, const PlaneView& view, size_t head) {

@@ -156,7 +156,8 @@ void bind_attention(nb::module_& m) {
       },
       nb::arg("context"), nb::arg("step"), nb::arg("layer"), nb::arg("softmax_scale"), nb::arg("qkv"), nb::arg("out"),
       nb::arg("q_norm").none() = nb::none(), nb::arg("k_norm").none() = nb::none(), nb::arg("norm_eps") = 0.0f,
-      "Attention alone: projected rows float32 [n, (n_heads + 2 n_kv_heads) head_dim] -> float32 [n, n_heads head_dim].");
+      "Attention alone: projected rows float32 [n, (n_heads + 2 n_kv_heads) head_dim] -> float32 [n, n_heads "
+      "head_dim].");
 }
 
 void bind_codecs(nb::module_& m) {

@@ -142,7 +142,8 @@ CodecStatus encode_int4(const PlaneShape& s, Coding coding, const float* x, floa
     }
   i32x8 top = set1i(0);
   for (size_t i = 0; i < n; i += 8) {
-    const f32x8 low = loadf(minimum + i) + set1(0.0f);  // -0 becomes +0: which of the two was found depends on the order
+    // -0 becomes +0: which of the two was found depends on the order.
+    const f32x8 low = loadf(minimum + i) + set1(0.0f);
     const i32x8 h = f16_down(low);
     top = max(top, h & set1i(0x7fff));
     pin(top);
@@ -221,7 +222,10 @@ void rotate_rows(float* x, size_t n, size_t head_dim) {
 }  // namespace
 
 CodecKernels codec_kernels() {
-  return {.plane_bytes = plane_bytes, .encode_head = encode_head, .decode_head = decode_head, .rotate_rows = rotate_rows};
+  return {.plane_bytes = plane_bytes,
+          .encode_head = encode_head,
+          .decode_head = decode_head,
+          .rotate_rows = rotate_rows};
 }
 
 }  // namespace octavo::OCTAVO_ISA

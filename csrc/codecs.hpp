@@ -1,5 +1,5 @@
-// The page codecs as kernels see them. Layouts: docs/byte-layouts.md. The numpy code in octavo.codecs is the definition;
-// these write the same bytes.
+// The page codecs as kernels see them. Layouts: docs/byte-layouts.md. The numpy code in octavo.codecs is the
+// definition; these write the same bytes.
 //
 // Read by kernel sources too: plain data only, no code.
 #pragma once

@@ -1,11 +1,11 @@
-// Readers: a head's stored plane as rows of f32, a few vectors at a time. Rows are channels and columns tokens for keys,
-// rows tokens and columns channels for values. Kernel sources only, as simd.hpp.
+// Readers: a head's stored plane as rows of f32, a few vectors at a time. Rows are channels and columns tokens for
+// keys, rows tokens and columns channels for values. Kernel sources only, as simd.hpp.
 //
-// A reader's at<N>(r, c) is a cursor on the 8 N values of row r from column c on: get(i) is the i-th vector, in the stored
-// basis, next() goes to the row below. N is 1, 2 or 4: a caller covers a row by fours, then a two, then a one, which are
-// the runs that int4 packs by. kPasses: in how many passes a caller should take a four, so that its sums and what the
-// reader holds fit into 16 registers; pass p takes vectors p, p + kPasses, ... (two vectors of int4 come from the same
-// bytes).
+// A reader's at<N>(r, c) is a cursor on the 8 N values of row r from column c on: get(i) is the i-th vector, in the
+// stored basis, next() goes to the row below. N is 1, 2 or 4: a caller covers a row by fours, then a two, then a one,
+// which are the runs that int4 packs by. kPasses: in how many passes a caller should take a four, so that its sums and
+// what the reader holds fit into 16 registers; pass p takes vectors p, p + kPasses, ... (two vectors of int4 come from
+// the same bytes).
 #pragma once
 
 #include "codecs.hpp"
@@ -236,7 +236,8 @@ OCTAVO_INLINE bool widen_minima(const uint8_t* p, size_t n, float* out) {
 /// Calls f(reader) with the reader of one head. scratch: page_size * head_dim floats, which the reader refers to.
 /// False, without a call, where a stored scale is bad.
 template <class F>
-OCTAVO_INLINE bool with_reader(const PlaneShape& s, Coding c, size_t head, const uint8_t* plane, float* scratch, F&& f) {
+OCTAVO_INLINE bool with_reader(const PlaneShape& s, Coding c, size_t head, const uint8_t* plane, float* scratch,
+                               F&& f) {
   const HeadParts parts = head_parts(s, c, head);
   const uint8_t* codes = plane + parts.codes;
   const size_t columns = n_columns(s, c.role), scales = n_scales(s, c);
