@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,9 +15,11 @@ from hypothesis import strategies as st
 from octavo.cache import integrity
 from octavo.config import CachePolicy, EngineConfig
 from octavo.engine.engine import Engine
-from octavo.engine.messages import SamplingParams
+from octavo.engine.messages import Delta, Event, Failed, Finished, GenerateRequest, SamplingParams
+from octavo.errors import CodecRangeError
 from octavo.llm import LLM, RequestOutput
-from tests.support.tiny import tiny_engine, tiny_spec
+from octavo.models.spec import ModelWeights, Tensor
+from tests.support.tiny import tiny_engine, tiny_spec, tiny_weights
 
 PAGE = 16
 GREEDY = SamplingParams(temperature=0, max_tokens=20, logprobs=3, ignore_eos=True)
@@ -197,6 +200,51 @@ def test_prompt_logprobs_equal_generated_ones(backend: str, codec: str) -> None:
     assert scored.prompt_logprobs is not None
     assert scored.prompt_logprobs[0] is None
     assert scored.prompt_logprobs[40:] == generated.outputs[0].logprobs
+
+
+def weights_that_f16_cannot_hold(token: int) -> ModelWeights:
+    """Channel 0 of the hidden state is `token`'s alone, and the last layer makes values beyond f16 of it."""
+
+    def values(tensor: Tensor) -> np.ndarray:
+        return tensor.data.view(np.float32).reshape(tensor.rows, tensor.cols)
+
+    weights = tiny_weights(tiny_spec())
+    values(weights.embedding)[:, 0] = 0
+    values(weights.embedding)[token] = 0
+    values(weights.embedding)[token, 0] = 1e4
+    for layer in weights.layers:
+        values(layer.attention.o)[0] = 0
+        values(layer.mlp.down)[0] = 0
+    values(weights.layers[-1].attention.v)[:, 0] = 1e5
+    return weights
+
+
+def test_a_batch_mate_that_cannot_be_sealed_changes_nothing(backend: str) -> None:
+    """The mate fails in the last layer of the step in which this prompt crosses a page edge from inside a page."""
+    weights = weights_that_f16_cannot_hold(255)
+    tokens = [t % 255 for t in prompt(220)]
+    settings = config(backend, "f16", step_tokens=40)
+    with LLM.from_engine(tiny_engine(settings, weights=weights)) as llm:
+        alone = llm.generate(tokens, GREEDY)
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    engine = tiny_engine(settings, weights=weights)
+    with LLM.from_engine(engine):
+
+        def submit() -> None:
+            engine.submit(GenerateRequest("good", tuple(tokens), GREEDY), events.put)
+            engine.submit(GenerateRequest("bad", (1, 2, 255, *range(30)), GREEDY), events.put)
+
+        engine.call(submit, timeout_s=10)
+        seen: list[Event] = []
+        while sum(isinstance(e, Finished | Failed) for e in seen) < 2:
+            seen.append(events.get(timeout=60))
+        sound(engine)
+    (failed,) = [e for e in seen if isinstance(e, Failed)]
+    assert failed.request_id == "bad"
+    assert isinstance(failed.error, CodecRangeError)
+    deltas = [e for e in seen if isinstance(e, Delta)]
+    assert [t for d in deltas for t in d.token_ids] == alone.outputs[0].token_ids
+    assert [p for d in deltas for p in d.logprobs] == alone.outputs[0].logprobs
 
 
 @pytest.fixture(scope="module")

@@ -100,7 +100,14 @@ def tiny_weights(spec: ModelSpec, seed: int = 0) -> ModelWeights:
     return ModelWeights(embedding, tuple(layers), vector(spec.d_model), head)
 
 
-def tiny_engine(config: EngineConfig, *, spec: ModelSpec | None = None, seed: int = 0, n_frames: int = 0) -> Engine:
+def tiny_engine(
+    config: EngineConfig,
+    *,
+    spec: ModelSpec | None = None,
+    seed: int = 0,
+    n_frames: int = 0,
+    weights: ModelWeights | None = None,
+) -> Engine:
     """An engine over a tiny model. `n_frames` sets the arena's size exactly."""
     spec = spec or tiny_spec()
     if n_frames:
@@ -109,6 +116,6 @@ def tiny_engine(config: EngineConfig, *, spec: ModelSpec | None = None, seed: in
         config = replace(config, kv_memory_bytes=n_frames * sizes.frame_bytes)
     elif not config.kv_memory_bytes:
         config = replace(config, kv_memory_bytes=1 << 26)
-    weights = tiny_weights(spec, seed)
+    weights = weights or tiny_weights(spec, seed)
     model = LoadedModel(spec, weights, ByteTokenizer(), name="tiny", path=Path("tiny"), weights_sha256=str(seed))
     return assemble_engine(model, config)

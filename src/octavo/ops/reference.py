@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor as T
 
 from octavo.cache.format import PageFormat, PlacedPlane, open_format
+from octavo.errors import CodecRangeError
 from octavo.models.loading.dequant import dequantize
 from octavo.models.rope import rope_tables
 from octavo.models.spec import AttentionWeights, MlpWeights, ModelSpec, Tensor
@@ -84,6 +85,9 @@ class ReferenceOps:
 
     def __init__(self) -> None:
         self._formats: list[PageFormat] = []
+        self._batch: Batch | None = None
+        #: What this step has written over in open pages: a step that fails leaves them as they were.
+        self._overwritten: list[tuple[int, U8]] = []
         self._rope: dict[tuple[object, int], tuple[T, T]] = {}
 
     def prepare_embedding(self, weight: Tensor) -> T:
@@ -124,8 +128,16 @@ class ReferenceOps:
         return result
 
     def attention_block(self, block: _Attention, hidden: F32, batch: Batch) -> None:
-        for s in range(len(batch.position)):
-            self._attend_segment(block, hidden, batch, s)
+        if batch is not self._batch:
+            self._batch, self._overwritten = batch, []
+        try:
+            for s in range(len(batch.position)):
+                self._attend_segment(block, hidden, batch, s)
+        except CodecRangeError:
+            for start, before in reversed(self._overwritten):
+                batch.memory[start : start + before.size] = before
+            self._batch = None
+            raise
 
     def mlp_block(self, block: _Mlp, hidden: F32) -> None:
         for row in hidden:
@@ -174,8 +186,10 @@ class ReferenceOps:
             _write(formats[p].keys[block.layer], batch.memory, offsets[p], exact_k[p - first_page])
             _write(formats[p].values[block.layer], batch.memory, offsets[p], exact_v[p - first_page])
         if (position + last - first) % size:
-            _write(block.keys, batch.memory, opened, exact_k[-1])
-            _write(block.values, batch.memory, opened, exact_v[-1])
+            for placed, exact in ((block.keys, exact_k), (block.values, exact_v)):
+                start = opened + placed.offset
+                self._overwritten.append((start, batch.memory[start : start + placed.n_bytes].copy()))
+                _write(placed, batch.memory, opened, exact[-1])
 
         sealed = [
             (_read(f.keys[block.layer], batch.memory, o), _read(f.values[block.layer], batch.memory, o))
