@@ -38,8 +38,8 @@ def bits_by_docstring(codec: str, page_size: int, head_dim: int) -> tuple[float,
     """Bits per key and per value, as the codecs' docstrings state them for head_dim a multiple of 64."""
     if head_dim % 64:
         raise BenchmarkError(f"the docstrings state bits for head_dim a multiple of 64, this model has {head_dim}")
-    exact = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "int8": 8 + 16 / 32}
-    bits = {name: (b, b) for name, b in exact.items()} | {"int4": (4 + 32 / min(page_size, 64), 4 + 32 / 64)}
+    bits = {name: (b, b) for name, b in {"f32": 32.0, "f16": 16.0, "bf16": 16.0}.items()}
+    bits |= {name: (b + 32 / min(page_size, 64), b + 32 / 64) for name, b in {"int8": 8, "int4": 4}.items()}
     keys, _, values = codec.partition("/")
     return bits[keys][0], bits[values or keys][1]
 

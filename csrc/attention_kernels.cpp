@@ -1,9 +1,11 @@
 // The attention kernels of one instruction set. attention_types.hpp says what is computed.
 //
 // Scores and weighted values are the same product: rows of weights (queries, or probabilities) by a stored matrix whose
-// columns lie in lanes (tokens for keys, channels for values). Up to kDirectRows weight rows read the packed page
-// itself; more read it after it has been decoded once to f32. Both give the same bits, since a reader gives the same
-// values and each (row, column) is one chain.
+// columns lie in lanes (tokens for keys, channels for values). Affine pages are multiplied by their codes: for a group
+// of columns, sum of w[k] * (code * scale[k] + minimum[k]) is sum of (w[k] * scale[k]) * code, begun from the sum of
+// w[k] * minimum[k], so that scales are applied once per row of weights and page instead of once per value. Up to
+// kDirectRows weight rows read the packed page itself; more read it after it has been unpacked once to f32. Both give the
+// same bits, since a reader gives the same values and each (row, column) is one chain.
 #include "attention_types.hpp"
 
 #include "codecs_read.hpp"
@@ -18,25 +20,35 @@ namespace {
 constexpr size_t kRows = 3;
 constexpr size_t kDirectRows = kRows;
 
-/// out[r][column ..] (= or +=) sum over k in order of w[r][k] * row k of the reader, for R rows and 8 N columns; of
-/// these the vectors P, P + passes, ...
+/// R rows of weights, and what the sums over k begin with: base[r], on top of out's values unless `fresh`.
+struct Weights {
+  const float* w;
+  size_t step;
+  const float* base;  // or null
+  bool fresh;
+};
+
+/// out[r][column ..] = the beginning + sum over k in order of w[r][k] * row k of the reader, for R rows and 8 N columns;
+/// of these the vectors P, P + passes, ...
 template <int R, int N, int P, bool kAhead, class Reader>
-OCTAVO_INLINE void multiply_pass(const Reader& reader, size_t begin, size_t end, size_t column, const float* w,
-                                 size_t w_step, const uint8_t* ahead, size_t columns, float* out, size_t out_step,
-                                 bool fresh) {
+OCTAVO_INLINE void multiply_pass(const Reader& reader, size_t begin, size_t end, size_t column, const Weights& weights,
+                                 const uint8_t* ahead, size_t columns, float* out, size_t out_step) {
   constexpr int passes = N == 4 ? Reader::kPasses : 1, M = N / passes;
   const auto at = [=](int r, int j) {
     return out + static_cast<size_t>(r) * out_step + column + 8 * static_cast<size_t>(P + j * passes);
   };
   f32x8 sum[R][M];
   for (int r = 0; r < R; ++r)
-    for (int j = 0; j < M; ++j) sum[r][j] = fresh ? set1(0.0f) : loadf(at(r, j));
+    for (int j = 0; j < M; ++j) {
+      sum[r][j] = weights.fresh ? set1(0.0f) : loadf(at(r, j));
+      if (weights.base != nullptr) sum[r][j] = sum[r][j] + set1(weights.base[r]);
+    }
   auto cursor = reader.template at<N>(begin, column);
   Ahead<Reader, N> fetch(ahead, columns, begin, column);
   for (size_t k = begin; k < end; ++k) {
     if constexpr (kAhead && P == 0) fetch.next();
     f32x8 weight[R];
-    for (int r = 0; r < R; ++r) weight[r] = set1(w[static_cast<size_t>(r) * w_step + k]);
+    for (int r = 0; r < R; ++r) weight[r] = set1(weights.w[static_cast<size_t>(r) * weights.step + k]);
     for (int j = 0; j < M; ++j) {
       const f32x8 x = cursor.get(P + j * passes);
       for (int r = 0; r < R; ++r) sum[r][j] = fma(weight[r], x, sum[r][j]);
@@ -47,24 +59,18 @@ OCTAVO_INLINE void multiply_pass(const Reader& reader, size_t begin, size_t end,
     for (int j = 0; j < M; ++j) store(at(r, j), sum[r][j]);
 }
 
-/// All vectors of a tile.
-template <int R, int N, bool kAhead, class Reader>
-OCTAVO_INLINE void multiply_tile(const Reader& reader, size_t begin, size_t end, size_t column, const float* w,
-                                 size_t w_step, const uint8_t* ahead, size_t columns, float* out, size_t out_step,
-                                 bool fresh) {
-  multiply_pass<R, N, 0, kAhead>(reader, begin, end, column, w, w_step, ahead, columns, out, out_step, fresh);
-  if constexpr (N == 4 && Reader::kPasses == 2)
-    multiply_pass<R, N, 1, kAhead>(reader, begin, end, column, w, w_step, ahead, columns, out, out_step, fresh);
-}
-
-/// The same for up to kRows rows and all columns.
+/// The same for n <= kRows rows and the columns [first, last), which begin at a multiple of kGroup.
 template <bool kAhead, class Reader>
-OCTAVO_INLINE void multiply_rows(const Reader& reader, size_t begin, size_t end, size_t columns, size_t n,
-                                 const float* w, size_t w_step, const uint8_t* ahead, float* out, size_t out_step,
-                                 bool fresh) {
-  for_tiles(columns, [&]<int N>(size_t c) {
+OCTAVO_INLINE void multiply_rows(const Reader& reader, size_t begin, size_t end, size_t first, size_t last, size_t n,
+                                 const Weights& weights, const uint8_t* ahead, size_t columns, float* out,
+                                 size_t out_step) {
+  for_tiles(last - first, [&]<int N>(size_t c) {
     const auto tile = [&]<int R>() {
-      multiply_tile<R, N, kAhead>(reader, begin, end, c, w, w_step, ahead, columns, out, out_step, fresh);
+      const auto pass = [&]<int P>() {
+        multiply_pass<R, N, P, kAhead>(reader, begin, end, first + c, weights, ahead, columns, out, out_step);
+      };
+      pass.template operator()<0>();
+      if constexpr (N == 4 && Reader::kPasses == 2) pass.template operator()<1>();
     };
     switch (n) {
       case 1: tile.template operator()<1>(); break;
@@ -74,26 +80,61 @@ OCTAVO_INLINE void multiply_rows(const Reader& reader, size_t begin, size_t end,
   });
 }
 
+/// n <= kRows rows of w by all rows and columns of a reader. scaled: room for kRows rows of weights.
+template <bool kAhead, class Reader>
+OCTAVO_INLINE void multiply_plane(const Reader& reader, const AffineTerms& terms, size_t rows, size_t columns, size_t n,
+                                  const float* w, size_t w_step, const uint8_t* ahead, float* out, size_t out_step,
+                                  bool fresh, float* scaled) {
+  if (terms.scale == nullptr) {
+    multiply_rows<kAhead>(reader, 0, rows, 0, columns, n, {w, w_step, nullptr, fresh}, ahead, columns, out, out_step);
+    return;
+  }
+  for (size_t c = 0; c < columns; c += kGroup) {
+    const float* scale = terms.scale + c / kGroup * rows;
+    const float* minimum = terms.minimum + c / kGroup * rows;
+    float base[kRows];
+    for (size_t r = 0; r < n; ++r) {
+      f32x8 sum = set1(0.0f);
+      for (size_t k = 0; k < rows; k += 8) {
+        const f32x8 weight = loadf(w + r * w_step + k);
+        sum = fma(weight, loadf(minimum + k), sum);
+        store(scaled + r * rows + k, weight * loadf(scale + k));
+      }
+      base[r] = hsum(sum);
+    }
+    multiply_rows<kAhead>(reader, 0, rows, c, min_of(columns, c + kGroup), n, {scaled, rows, base, fresh}, ahead,
+                          columns, out, out_step);
+  }
+}
+
+/// Floats of scratch that multiply_head wants.
+OCTAVO_INLINE size_t multiply_scratch(const PlaneShape& shape) {
+  return 2 * shape.page_size * shape.head_dim + kRows * max_of(shape.page_size, shape.head_dim);
+}
+
 /// n rows of w by a stored head, all of its rows and columns. False where a stored scale is bad.
-/// page, scales: page_size * head_dim floats of scratch each.
 __attribute__((noinline)) bool multiply_head(const PlaneShape& shape, Coding coding, size_t head, const uint8_t* plane,
                                              size_t n, const float* w, size_t w_step, const uint8_t* ahead, float* out,
-                                             size_t out_step, bool fresh, float* page, float* scales) {
+                                             size_t out_step, bool fresh, float* scratch) {
   const size_t rows = n_rows(shape, coding.role), columns = n_columns(shape, coding.role);
-  if (n <= kDirectRows)
-    return with_reader(shape, coding, head, plane, scales, [&](const auto& reader) {
-      multiply_rows<true>(reader, 0, rows, columns, n, w, w_step, ahead, out, out_step, fresh);
+  float *page = scratch, *terms_at = page + rows * columns, *scaled = terms_at + rows * columns;
+  AffineTerms terms;
+  if (!read_terms(shape, coding, head, plane, terms_at, &terms)) return false;
+  if (n <= kDirectRows) {
+    with_reader(shape, coding, head, plane, [&](const auto& reader) {
+      multiply_plane<true>(reader, terms, rows, columns, n, w, w_step, ahead, out, out_step, fresh, scaled);
     });
-  F32Reader decoded{reinterpret_cast<const uint8_t*>(page), columns};
-  if (coding.codec == CodecId::f32) {
-    decoded.p = plane + head_parts(shape, coding, head).codes;
-  } else if (!with_reader(shape, coding, head, plane, scales,
-                          [&](const auto& reader) { read_all(reader, rows, columns, ahead, page); })) {
-    return false;
+    return true;
   }
+  F32Reader unpacked{reinterpret_cast<const uint8_t*>(page), columns};
+  if (coding.codec == CodecId::f32)
+    unpacked.p = plane + head_parts(shape, coding, head).codes;
+  else
+    with_reader(shape, coding, head, plane,
+                [&](const auto& reader) { read_all(reader, rows, columns, ahead, page); });
   for (size_t r = 0; r < n; r += kRows)
-    multiply_rows<false>(decoded, 0, rows, columns, min_of(n - r, kRows), w + r * w_step, w_step, nullptr,
-                  out + r * out_step, out_step, fresh);
+    multiply_plane<false>(unpacked, terms, rows, columns, min_of(n - r, kRows), w + r * w_step, w_step, nullptr,
+                          out + r * out_step, out_step, fresh, scaled);
   return true;
 }
 
@@ -105,11 +146,13 @@ __attribute__((noinline)) void multiply_own_values(const SplitJob& job, const fl
   const F32Reader reader{reinterpret_cast<const uint8_t*>(job.own_values), d};
   for (size_t r = 0; r < job.n_rows; r += kRows) {
     const size_t n = min_of(job.n_rows - r, kRows), shared = job.own_slot + r / group + 1;
-    multiply_rows<false>(reader, 0, shared, d, n, w + r * w_step, w_step, nullptr, out + r * d, d, fresh);
+    multiply_rows<false>(reader, 0, shared, 0, d, n, {w + r * w_step, w_step, nullptr, fresh}, nullptr, d, out + r * d,
+                         d);
     for (size_t i = r + 1; i < r + n; ++i) {
       const size_t end = job.own_slot + i / group + 1;
       if (end > shared)
-        multiply_rows<false>(reader, shared, end, d, 1, w + i * w_step, w_step, nullptr, out + i * d, d, false);
+        multiply_rows<false>(reader, shared, end, 0, d, 1, {w + i * w_step, w_step, nullptr, false}, nullptr, d,
+                             out + i * d, d);
     }
   }
 }
@@ -141,8 +184,7 @@ OCTAVO_INLINE void softmax_row(float* score, size_t n, float* maximum, float* su
 }
 
 size_t split_scratch(const AttentionShape& shape, size_t n_rows) {
-  const size_t page = shape.plane.page_size * shape.plane.head_dim;
-  return n_rows * (shape.split_pages * shape.plane.page_size + shape.plane.head_dim) + 2 * page;
+  return n_rows * (shape.split_pages * shape.plane.page_size + shape.plane.head_dim) + multiply_scratch(shape.plane);
 }
 
 struct PlaneView {
@@ -160,7 +202,7 @@ OCTAVO_INLINE const uint8_t* fetch_scales(const PlaneShape& shape, const PlaneVi
   const size_t bytes = 2 * n_scales(shape, view.coding);
   for (size_t i = 0; i < bytes; i += 64) {
     __builtin_prefetch(view.plane + parts.scales + i);
-    if (view.coding.codec == CodecId::int4) __builtin_prefetch(view.plane + parts.minima + i);
+    __builtin_prefetch(view.plane + parts.minima + i);
   }
   return view.plane + parts.codes;
 }
@@ -171,16 +213,14 @@ int attend_split(const SplitJob& job, const Partial& out) {
   const size_t step = job.shape->split_pages * tokens;
   float* score = job.scratch;
   float* rotated = score + n * step;
-  float* page = rotated + n * d;
-  float* scales = page + tokens * d;
+  float* scratch = rotated + n * d;
 
   for (size_t p = 0; p < job.n_pages; ++p) {
     const SealedPage& sealed = job.pages[p];
     const float* q = sealed.key.rotated ? job.q_rotated : job.q;
     const uint8_t* ahead = p + 1 < job.n_pages ? fetch_scales(shape, sealed_key(job, p + 1), job.head)
                                                : fetch_scales(shape, sealed_value(job, 0), job.head);
-    if (!multiply_head(shape, sealed.key, job.head, sealed.keys, n, q, d, ahead, score + p * tokens, step, true, page,
-                       scales))
+    if (!multiply_head(shape, sealed.key, job.head, sealed.keys, n, q, d, ahead, score + p * tokens, step, true, scratch))
       return static_cast<int>(2 * p);
   }
   size_t before = job.n_pages * tokens;
@@ -188,7 +228,7 @@ int attend_split(const SplitJob& job, const Partial& out) {
     constexpr Coding exact{CodecId::f32, Role::key, false};
     const PlaneShape one{tokens, 1, d};
     multiply_head(one, exact, 0, reinterpret_cast<const uint8_t*>(job.own_keys), n, job.q, d,
-                  reinterpret_cast<const uint8_t*>(job.own_values), score + before, step, true, page, scales);
+                  reinterpret_cast<const uint8_t*>(job.own_values), score + before, step, true, scratch);
   }
   for (size_t r = 0; r < n; ++r) {
     const size_t own = job.own_keys != nullptr ? job.own_slot + r / job.shape->group + 1 : 0;
@@ -201,8 +241,7 @@ int attend_split(const SplitJob& job, const Partial& out) {
     bool& fresh = sealed.value.rotated ? rotated_fresh : plain_fresh;
     float* to = sealed.value.rotated ? rotated : out.accumulator;
     const uint8_t* ahead = fetch_scales(shape, sealed_value(job, min_of(p + 1, job.n_pages - 1)), job.head);
-    if (!multiply_head(shape, sealed.value, job.head, sealed.values, n, score + p * tokens, step, ahead, to, d, fresh,
-                       page, scales))
+    if (!multiply_head(shape, sealed.value, job.head, sealed.values, n, score + p * tokens, step, ahead, to, d, fresh, scratch))
       return static_cast<int>(2 * p + 1);
     fresh = false;
   }

@@ -4,8 +4,9 @@
 // are taken in splits of split_pages, counted from position 0. Within a split: all scores (a chain of multiply-adds
 // over channels in order, from zero), their maximum, exp(score - maximum), the sum of these (lane j adds the tokens
 // j, j + 8, ... in order; then the lanes in hsum's order), and the sum of values weighted by them (a chain over tokens
-// in order, from zero). Splits are merged from left to right. So the result depends on the query and on the pages it
-// reads, and on nothing else.
+// in order, from zero). In pages with scales both chains run over the codes, with the scales folded into the query and
+// into the weights, and take the minima's part (a sum in lanes) at each page's beginning. Splits are merged from left to
+// right. So the result depends on the query and on the pages it reads, and on nothing else.
 //
 // Values stored in the rotated basis add up in a chain of their own, which is rotated back once per split and added.
 #pragma once

@@ -9,7 +9,6 @@ namespace octavo::OCTAVO_ISA {
 namespace {
 
 using u16x8 = uint16_t __attribute__((vector_size(16)));
-using i8x8 = int8_t __attribute__((vector_size(8)));
 using u8x8 = uint8_t __attribute__((vector_size(8)));
 
 constexpr int32_t kExponent = 0x7f800000;
@@ -82,63 +81,24 @@ CodecStatus encode_bf16(const float* x, size_t n, uint8_t* out) {
   return hmax(top) < 0x7f80 ? CodecStatus::ok : CodecStatus::value_range;
 }
 
-CodecStatus encode_int8(const PlaneShape& s, Role role, const float* x, float* scale, uint8_t* codes, uint8_t* scales) {
-  const size_t groups = ceil_div(s.head_dim, kInt8Group), tokens = s.page_size;
-  const f32x8 limit = set1(127.0f);
-  if (role == Role::key) {
-    for (size_t g = 0; g < groups; ++g) {
-      const size_t end = min_of(s.head_dim, (g + 1) * kInt8Group);
-      for (size_t t = 0; t < tokens; t += 8) {
-        f32x8 peak = set1(0);
-        for (size_t c = g * kInt8Group; c < end; ++c) peak = max(peak, abs(loadf(x + c * tokens + t)));
-        store(scale + g * tokens + t, peak / limit);
-      }
-    }
-  } else {
-    for (size_t t = 0; t < tokens; ++t)
-      for (size_t g = 0; g < groups; ++g) {
-        const size_t end = min_of(s.head_dim, (g + 1) * kInt8Group);
-        f32x8 peak = set1(0);
-        for (size_t c = g * kInt8Group; c < end; c += 8) {
-          peak = max(peak, abs(loadf(x + t * s.head_dim + c)));
-          pin(peak);
-        }
-        scale[t * groups + g] = hmax(peak) / 127.0f;
-      }
-  }
-  if (!store_scales(scale, tokens * groups, scales)) return CodecStatus::scale_range;
-
-  const size_t columns = n_columns(s, role);
-  for (size_t r = 0; r < n_rows(s, role); ++r)
-    for (size_t c = 0; c < columns; c += 8) {
-      const f32x8 by = role == Role::key ? loadf(scale + r / kInt8Group * tokens + c)
-                                         : set1(scale[r * groups + c / kInt8Group]);
-      const i32x8 code = code_of(loadf(x + r * columns + c) / by);
-      store(codes + r * columns + c, __builtin_convertvector(code, i8x8));
-    }
-  return CodecStatus::ok;
-}
-
-/// x [rows][columns]. scale and minimum: room for all groups.
-CodecStatus encode_int4(const PlaneShape& s, Coding coding, const float* x, float* scale, float* minimum,
-                        uint8_t* codes, uint8_t* scales, uint8_t* minima) {
-  const size_t rows = n_rows(s, coding.role), columns = n_columns(s, coding.role);
-  const size_t groups = ceil_div(columns, kInt4Group), n = rows * groups;
-  const size_t row_step = coding.role == Role::key ? 1 : groups, group_step = coding.role == Role::key ? rows : 1;
-
+/// Scale and minimum of every row and group of x [rows][columns] to their bytes, and as stored to scale and minimum,
+/// [groups][rows].
+CodecStatus fit_affine(const float* x, size_t rows, size_t columns, float levels, float* scale, float* minimum,
+                       uint8_t* scales, uint8_t* minima) {
+  const size_t n = rows * ceil_div(columns, kGroup);
   for (size_t r = 0; r < rows; ++r)
-    for (size_t g = 0; g < groups; ++g) {
+    for (size_t c = 0; c < columns; c += kGroup) {
       const float* v = x + r * columns;
-      const size_t end = min_of(columns, (g + 1) * kInt4Group);
-      f32x8 low = loadf(v + g * kInt4Group), high = low;
-      for (size_t c = g * kInt4Group + 8; c < end; c += 8) {
-        low = min(low, loadf(v + c));
-        high = max(high, loadf(v + c));
+      const size_t end = min_of(columns, c + kGroup);
+      f32x8 low = loadf(v + c), high = low;
+      for (size_t i = c + 8; i < end; i += 8) {
+        low = min(low, loadf(v + i));
+        high = max(high, loadf(v + i));
         pin(low);
         pin(high);
       }
-      minimum[r * row_step + g * group_step] = -hmax(-low);
-      scale[r * row_step + g * group_step] = hmax(high);
+      minimum[c / kGroup * rows + r] = -hmax(-low);
+      scale[c / kGroup * rows + r] = hmax(high);
     }
   i32x8 top = set1i(0);
   for (size_t i = 0; i < n; i += 8) {
@@ -150,21 +110,33 @@ CodecStatus encode_int4(const PlaneShape& s, Coding coding, const float* x, floa
     store_u16(minima + 2 * i, h);
     const f32x8 stored = load_f16(minima + 2 * i);
     store(minimum + i, stored);
-    store(scale + i, (loadf(scale + i) - stored) / set1(15.0f) + set1(0.0f));
+    store(scale + i, (loadf(scale + i) - stored) / set1(levels) + set1(0.0f));
   }
   if (hmax(top) >= 0x7c00) return CodecStatus::minimum_range;
-  if (!store_scales(scale, n, scales)) return CodecStatus::scale_range;
+  return store_scales(scale, n, scales) ? CodecStatus::ok : CodecStatus::scale_range;
+}
 
+/// x [rows][columns] to codes of `kBits` bits. work: room for all scales and minima.
+template <int kBits>
+CodecStatus encode_affine(const PlaneShape& s, Role role, const float* x, float* work, uint8_t* codes, uint8_t* scales,
+                          uint8_t* minima) {
+  constexpr float levels = (1 << kBits) - 1;
+  const size_t rows = n_rows(s, role), columns = n_columns(s, role);
+  float *scale = work, *minimum = work + rows * ceil_div(columns, kGroup);
+  const CodecStatus status = fit_affine(x, rows, columns, levels, scale, minimum, scales, minima);
+  if (status != CodecStatus::ok) return status;
   for (size_t r = 0; r < rows; ++r)
     for_tiles(columns, [&]<int N>(size_t c) {
-      const size_t at = r * row_step + c / kInt4Group * group_step;
+      const size_t at = c / kGroup * rows + r;
       const f32x8 by = set1(scale[at]), from = set1(minimum[at]);
       const auto code = [&](size_t i) {
         const f32x8 steps = (loadf(x + r * columns + c + 8 * i) - from) / by;
-        return code_of(min(max(steps, set1(0.0f)), set1(15.0f)));
+        return code_of(min(max(steps, set1(0.0f)), set1(levels)));
       };
-      uint8_t* out = codes + (r * columns + c) / 2;
-      if constexpr (N == 1) {
+      uint8_t* out = codes + (r * columns + c) * kBits / 8;
+      if constexpr (kBits == 8) {
+        for (size_t j = 0; j < N; ++j) store(out + 8 * j, __builtin_convertvector(code(j), u8x8));
+      } else if constexpr (N == 1) {
         const i32x8 v = code(0);
         for (int j = 0; j < 4; ++j) out[j] = static_cast<uint8_t>(v[j] | v[j + 4] << 4);
       } else {
@@ -176,8 +148,7 @@ CodecStatus encode_int4(const PlaneShape& s, Coding coding, const float* x, floa
 }
 
 size_t plane_bytes(const PlaneShape& shape, Coding coding) {
-  const size_t per_scale = coding.codec == CodecId::int4 ? 4 : 2;
-  return shape.n_heads * (code_bytes(shape, coding.codec) + per_scale * n_scales(shape, coding));
+  return shape.n_heads * (code_bytes(shape, coding.codec) + 4 * n_scales(shape, coding));
 }
 
 CodecStatus encode_head(const PlaneShape& shape, Coding coding, size_t head, const float* x, float* scratch,
@@ -200,19 +171,29 @@ CodecStatus encode_head(const PlaneShape& shape, Coding coding, size_t head, con
     case CodecId::f32: __builtin_memcpy(codes, x, n * sizeof(float)); return CodecStatus::ok;
     case CodecId::f16: return encode_f16(x, n, codes);
     case CodecId::bf16: return encode_bf16(x, n, codes);
-    case CodecId::int8: return encode_int8(shape, coding.role, x, work, codes, scales);
+    case CodecId::int8:
+      return encode_affine<8>(shape, coding.role, x, work, codes, scales, plane + parts.minima);
     case CodecId::int4:
-      return encode_int4(shape, coding, x, work, work + n_scales(shape, coding), codes, scales, plane + parts.minima);
+      return encode_affine<4>(shape, coding.role, x, work, codes, scales, plane + parts.minima);
   }
   __builtin_unreachable();
 }
 
 CodecStatus decode_head(const PlaneShape& shape, Coding coding, size_t head, const uint8_t* plane, float* scratch,
                         float* out) {
-  const bool ok = with_reader(shape, coding, head, plane, scratch, [&](const auto& reader) {
-    read_all(reader, n_rows(shape, coding.role), n_columns(shape, coding.role), plane, out);
-  });
-  return ok ? CodecStatus::ok : CodecStatus::bad_scale;
+  AffineTerms terms;
+  if (!read_terms(shape, coding, head, plane, scratch, &terms)) return CodecStatus::bad_scale;
+  const size_t rows = n_rows(shape, coding.role), columns = n_columns(shape, coding.role);
+  with_reader(shape, coding, head, plane, [&](const auto& reader) { read_all(reader, rows, columns, plane, out); });
+  if (terms.scale == nullptr) return CodecStatus::ok;
+  for (size_t r = 0; r < rows; ++r)
+    for (size_t c = 0; c < columns; c += 8) {
+      const size_t at = c / kGroup * rows + r;
+      // code * scale is exact, so that a fused operation gives the same bits as two.
+      float* v = out + r * columns + c;
+      store(v, fma(loadf(v), set1(terms.scale[at]), set1(terms.minimum[at])));
+    }
+  return CodecStatus::ok;
 }
 
 void rotate_rows(float* x, size_t n, size_t head_dim) {

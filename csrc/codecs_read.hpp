@@ -1,5 +1,6 @@
 // Readers: a head's stored plane as rows of f32, a few vectors at a time. Rows are channels and columns tokens for
-// keys, rows tokens and columns channels for values. Kernel sources only, as simd.hpp.
+// keys, rows tokens and columns channels for values. int8 and int4 are affine: what their readers give are the codes,
+// and a row's values in one group of columns are code * scale + minimum. Kernel sources only, as simd.hpp.
 //
 // A reader's at<N>(r, c) is a cursor on the 8 N values of row r from column c on: get(i) is the i-th vector, in the
 // stored basis, next() goes to the row below. N is 1, 2 or 4: a caller covers a row by fours, then a two, then a one,
@@ -13,8 +14,10 @@
 
 namespace octavo::OCTAVO_ISA {
 
-inline constexpr size_t kInt8Group = 32;
-inline constexpr size_t kInt4Group = 64;
+/// Columns that share a row's scale and minimum.
+inline constexpr size_t kGroup = 64;
+
+OCTAVO_INLINE bool is_affine(CodecId codec) { return codec == CodecId::int8 || codec == CodecId::int4; }
 
 OCTAVO_INLINE size_t ceil_div(size_t a, size_t b) { return (a + b - 1) / b; }
 
@@ -35,16 +38,9 @@ OCTAVO_INLINE size_t code_bytes(const PlaneShape& s, CodecId codec) {
   __builtin_unreachable();
 }
 
-/// Scales of one head.
+/// Scales of one head, [groups][rows]; as many minima.
 OCTAVO_INLINE size_t n_scales(const PlaneShape& s, Coding c) {
-  switch (c.codec) {
-    case CodecId::f32:
-    case CodecId::f16:
-    case CodecId::bf16: return 0;
-    case CodecId::int8: return s.page_size * ceil_div(s.head_dim, kInt8Group);
-    case CodecId::int4: return n_rows(s, c.role) * ceil_div(n_columns(s, c.role), kInt4Group);
-  }
-  __builtin_unreachable();
+  return is_affine(c.codec) ? n_rows(s, c.role) * ceil_div(n_columns(s, c.role), kGroup) : 0;
 }
 
 /// Byte offsets of one head's parts in its plane.
@@ -111,101 +107,52 @@ struct BF16Reader {
   }
 };
 
-/// Keys: a scale per token (column) and group of channels (rows).
-struct Int8KeyReader {
+/// Codes of int8.
+struct Code8Reader {
   static constexpr size_t kBits = 8;
   static constexpr int kPasses = 1;
   const uint8_t* p;
   size_t columns;
-  const float* scale;  // [ceil(head_dim / 32)][page_size]
 
   struct Cursor {
     const uint8_t* p;
-    size_t columns;
-    const float* scale;
-    size_t left;  // rows of this group
-    OCTAVO_MEMBER f32x8 get(int i) const { return to_f32(load_i8(p + 8 * i)) * loadf(scale + 8 * i); }
-    OCTAVO_MEMBER void next() {
-      p += columns;
-      if (--left == 0) {
-        left = kInt8Group;
-        scale += columns;
-      }
-    }
+    size_t step;
+    OCTAVO_MEMBER f32x8 get(int i) const { return to_f32(load_u8(p + 8 * i)); }
+    OCTAVO_MEMBER void next() { p += step; }
   };
   template <int N>
   OCTAVO_MEMBER Cursor at(size_t r, size_t c) const {
-    return {p + r * columns + c, columns, scale + r / kInt8Group * columns + c, kInt8Group - r % kInt8Group};
+    return {p + r * columns + c, columns};
   }
 };
 
-/// Values: a scale per token (row) and group of channels (columns).
-struct Int8ValueReader {
-  static constexpr size_t kBits = 8;
-  static constexpr int kPasses = 2;
-  const uint8_t* p;
-  size_t columns;
-  const float* scale;  // [page_size][groups]
-  size_t groups;
-
-  struct Cursor {
-    const uint8_t* p;
-    size_t columns;
-    const float* scale;
-    size_t groups;
-    OCTAVO_MEMBER f32x8 get(int i) const { return to_f32(load_i8(p + 8 * i)) * set1(*scale); }
-    OCTAVO_MEMBER void next() {
-      p += columns;
-      scale += groups;
-    }
-  };
-  template <int N>
-  OCTAVO_MEMBER Cursor at(size_t r, size_t c) const {
-    return {p + r * columns + c, columns, scale + r * groups + c / kInt8Group, groups};
-  }
-};
-
-/// Keys and values: a scale and a minimum per row and group of columns, at [row * row_step + group * group_step].
-/// code * scale is exact in f32, so fma gives the same bits as a product and a sum.
-struct Int4Reader {
+/// Codes of int4.
+struct Code4Reader {
   static constexpr size_t kBits = 4;
   static constexpr int kPasses = 2;
   const uint8_t* p;
   size_t columns;
-  const float* scale;
-  const float* minimum;
-  size_t row_step, group_step;
 
   template <int N>
   struct Cursor {
     const uint8_t* p;
     size_t step;
-    const float* scale;
-    const float* minimum;
-    size_t row_step;
     OCTAVO_MEMBER f32x8 get(int i) const {
-      i32x8 code;
       if constexpr (N == 1) {  // a run of 8: four bytes
         uint32_t w;
         __builtin_memcpy(&w, p, 4);
         const u32x8 codes = u32x8{w, w, w, w, w, w, w, w} >> u32x8{0, 8, 16, 24, 4, 12, 20, 28};
-        code = bits<i32x8>(codes) & set1i(15);
+        return to_f32(bits<i32x8>(codes) & set1i(15));
       } else {
         const i32x8 both = load_u8(p + 8 * (i % (N / 2)));
-        code = i < N / 2 ? both & set1i(15) : both >> 4;
+        return to_f32(i < N / 2 ? both & set1i(15) : both >> 4);
       }
-      return fma(to_f32(code), set1(*scale), set1(*minimum));
     }
-    OCTAVO_MEMBER void next() {
-      p += step;
-      scale += row_step;
-      minimum += row_step;
-    }
+    OCTAVO_MEMBER void next() { p += step; }
   };
   template <int N>
   OCTAVO_MEMBER Cursor<N> at(size_t r, size_t c) const {
-    const size_t s = r * row_step + c / kInt4Group * group_step;
-    return {p + (r * columns + c) / 2, columns / 2, scale + s, minimum + s, row_step};
+    return {p + (r * columns + c) / 2, columns / 2};
   }
 };
 
@@ -233,35 +180,36 @@ OCTAVO_INLINE bool widen_minima(const uint8_t* p, size_t n, float* out) {
   return hsum(good) == -8;
 }
 
-/// Calls f(reader) with the reader of one head. scratch: page_size * head_dim floats, which the reader refers to.
-/// False, without a call, where a stored scale is bad.
-template <class F>
-OCTAVO_INLINE bool with_reader(const PlaneShape& s, Coding c, size_t head, const uint8_t* plane, float* scratch,
-                               F&& f) {
+/// Scales and minima of one head in f32, [groups][rows] each; null where the codec has none.
+struct AffineTerms {
+  const float* scale;
+  const float* minimum;
+  size_t rows;
+};
+
+/// Reads a head's scales and minima into scratch (2 * n_scales floats, at most page_size * head_dim). False where one is
+/// bad.
+OCTAVO_INLINE bool read_terms(const PlaneShape& s, Coding c, size_t head, const uint8_t* plane, float* scratch,
+                              AffineTerms* terms) {
+  *terms = {nullptr, nullptr, 0};
+  const size_t n = n_scales(s, c);
+  if (n == 0) return true;
   const HeadParts parts = head_parts(s, c, head);
-  const uint8_t* codes = plane + parts.codes;
-  const size_t columns = n_columns(s, c.role), scales = n_scales(s, c);
+  *terms = {scratch, scratch + n, n_rows(s, c.role)};
+  return widen_scales(plane + parts.scales, n, scratch) && widen_minima(plane + parts.minima, n, scratch + n);
+}
+
+/// Calls f(reader) with the reader of one head.
+template <class F>
+OCTAVO_INLINE void with_reader(const PlaneShape& s, Coding c, size_t head, const uint8_t* plane, F&& f) {
+  const uint8_t* codes = plane + head_parts(s, c, head).codes;
+  const size_t columns = n_columns(s, c.role);
   switch (c.codec) {
-    case CodecId::f32: f(F32Reader{codes, columns}); return true;
-    case CodecId::f16: f(F16Reader{codes, columns}); return true;
-    case CodecId::bf16: f(BF16Reader{codes, columns}); return true;
-    case CodecId::int8:
-      if (!widen_scales(plane + parts.scales, scales, scratch)) return false;
-      if (c.role == Role::key)
-        f(Int8KeyReader{codes, columns, scratch});
-      else
-        f(Int8ValueReader{codes, columns, scratch, ceil_div(s.head_dim, kInt8Group)});
-      return true;
-    case CodecId::int4: {
-      float* minimum = scratch + scales;
-      if (!widen_scales(plane + parts.scales, scales, scratch)) return false;
-      if (!widen_minima(plane + parts.minima, scales, minimum)) return false;
-      if (c.role == Role::key)
-        f(Int4Reader{codes, columns, scratch, minimum, 1, s.head_dim});
-      else
-        f(Int4Reader{codes, columns, scratch, minimum, ceil_div(s.head_dim, kInt4Group), 1});
-      return true;
-    }
+    case CodecId::f32: return f(F32Reader{codes, columns});
+    case CodecId::f16: return f(F16Reader{codes, columns});
+    case CodecId::bf16: return f(BF16Reader{codes, columns});
+    case CodecId::int8: return f(Code8Reader{codes, columns});
+    case CodecId::int4: return f(Code4Reader{codes, columns});
   }
   __builtin_unreachable();
 }

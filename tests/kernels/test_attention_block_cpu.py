@@ -224,7 +224,7 @@ def test_a_page_that_cannot_be_sealed_raises() -> None:
     weights = replace(weights, v_bias=weights.v_bias * np.float32(1e8))
     block = Block(spec, shape, weights, [("int8", "int8")])
     seq = block.sequence(np.zeros((1, 16, D_MODEL), np.float32))
-    with pytest.raises(CodecRangeError, match=r"int8 .*value of head 0: a scale .*layer 0, tokens 0 to 15"):
+    with pytest.raises(CodecRangeError, match=r"int8 .*value of head 0: a minimum .*layer 0, tokens 0 to 15"):
         block.step((seq, 16))
 
 

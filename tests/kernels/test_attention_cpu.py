@@ -238,7 +238,7 @@ def test_a_failed_step_can_be_run_again(threads: int) -> None:
 def test_scale_overflow_names_the_page() -> None:
     world = World(Shape(), [("int8", "int8")])
     seq = world.sequence(96)
-    seq.qkv[0, 40, -1] = 1e7
+    seq.qkv[0, 40, -1] = 1e8
     with pytest.raises(CodecRangeError, match=r"int8 .*value of head 2: a scale.*layer 0, tokens 32 to 63"):
         world.run(seq, [96])
 

@@ -39,17 +39,13 @@ def step(codec: Codec, x: F32, plane: Plane) -> F32:
     x's shape."""
     y = stored_basis(codec, x, plane).astype(np.float64)
     out = np.empty_like(y)
-    if codec.name == "int8":
-        for g in range(0, plane.head_dim, 32):
-            part = y[:, :, g : g + 32]
-            out[:, :, g : g + 32] = np.abs(part).max(axis=2, keepdims=True) / 127
-        return out.astype(np.float32)
+    levels = {"int8": 255, "int4": 15}[codec.name]
     axis, length = (0, plane.page_size) if plane.role is Role.KEY else (2, plane.head_dim)
     for g in range(0, length, 64):
         index = [slice(None)] * 3
         index[axis] = slice(g, g + 64)
         part = y[tuple(index)]
-        out[tuple(index)] = (part.max(axis=axis, keepdims=True) - part.min(axis=axis, keepdims=True)) / 15
+        out[tuple(index)] = (part.max(axis=axis, keepdims=True) - part.min(axis=axis, keepdims=True)) / levels
     return out.astype(np.float32)
 
 
@@ -90,8 +86,10 @@ def test_size_is_exact_and_values_come_back(
         (32, 64, "f32", 32, 32),
         (32, 64, "f16", 16, 16),
         (32, 64, "bf16", 16, 16),
-        (32, 64, "int8", 8.5, 8.5),
-        (32, 80, "int8", 8.6, 8.6),
+        (16, 64, "int8", 10, 8.5),
+        (32, 64, "int8", 9, 8.5),
+        (64, 128, "int8", 8.5, 8.5),
+        (32, 80, "int8", 9, 8.8),
         (16, 64, "int4", 6, 4.5),
         (32, 64, "int4", 5, 4.5),
         (64, 128, "int4", 4.5, 4.5),
@@ -119,7 +117,7 @@ def test_error_falls_with_bits(role: Role, seed: int) -> None:
     assert errors[3] < 0.01 < errors[4] < 0.1
 
 
-@pytest.mark.parametrize("name", ["f32", "f16", "bf16", "int8"])
+@pytest.mark.parametrize("name", ["f32", "f16", "bf16"])
 @roles
 def test_encoding_a_decoded_page_gives_the_same_bytes(name: str, role: Role) -> None:
     codec, plane = get_codec(name), Plane(role, 32, 3, 80)
@@ -198,7 +196,7 @@ def test_not_a_number_is_refused_by_name(codec: Codec, role: Role, bad: float) -
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("f16", 65520.0), ("bf16", 3.4e38), ("int8", 8.4e6), ("int4", -65600.0), ("int4", 9.9e5)],
+    [("f16", 65520.0), ("bf16", 3.4e38), ("int8", -65600.0), ("int8", 1.7e7), ("int4", -65600.0), ("int4", 9.9e5)],
 )
 def test_overflow_is_refused_by_name(name: str, value: float) -> None:
     plane = Plane(Role.KEY, 32, 3, 64)
@@ -208,7 +206,7 @@ def test_overflow_is_refused_by_name(name: str, value: float) -> None:
         get_codec(name).encode(x, plane)
 
 
-@pytest.mark.parametrize(("name", "value"), [("f16", 65519.0), ("bf16", 3.38e38), ("int8", 8.3e6), ("int4", 9.8e5)])
+@pytest.mark.parametrize(("name", "value"), [("f16", 65519.0), ("bf16", 3.38e38), ("int8", 1.66e7), ("int4", 9.8e5)])
 def test_just_inside_the_range_is_kept(name: str, value: float) -> None:
     plane = Plane(Role.KEY, 32, 3, 64)
     x = sample(plane)
@@ -244,7 +242,7 @@ def test_every_stored_scale_is_positive(codec: Codec, role: Role) -> None:
         x = EXTREMES[kind](sample(plane)).astype(np.float32) / 8
         data = codec.encode(x, plane)
         n_codes = plane.n_values if codec.name == "int8" else plane.n_values // 2
-        n_scales = 2 * plane.page_size if codec.name == "int8" else (64 if role is Role.KEY else plane.page_size)
+        n_scales = 64 if role is Role.KEY else plane.page_size
         scales = data[n_codes : n_codes + 2 * n_scales].view(np.float16)
         assert scales.size == n_scales
         assert (scales > 0).all()
@@ -252,17 +250,18 @@ def test_every_stored_scale_is_positive(codec: Codec, role: Role) -> None:
 
 
 @quantized
-@roles
-def test_a_large_channel_bias_survives(codec: Codec, role: Role) -> None:
-    """Qwen2's biased key channels are hundreds of times the rest; a per-channel minimum must absorb them."""
-    plane = Plane(role, 32, 2, 64, rotate=False)
+def test_a_large_channel_bias_survives(codec: Codec) -> None:
+    """Qwen2's biased key channels are hundreds of times the rest: a per-channel minimum absorbs them, and the other
+    channels are kept as without."""
+    plane = Plane(Role.KEY, 32, 2, 64, rotate=False)
     x = np.random.default_rng(1).standard_normal((32, 2, 64)).astype(np.float32)
     biased = x.copy()
     biased[:, :, 40] += 150
     error = codec.decode(codec.encode(biased, plane), plane) - biased
-    if role is Role.KEY and codec.name == "int4":
-        assert rms(np.delete(error, 40, axis=2)) < 0.1
-        assert np.abs(error[:, :, 40]).max() < 0.3
+    without = codec.decode(codec.encode(x, plane), plane) - x
+    assert np.array_equal(np.delete(error, 40, axis=2), np.delete(without, 40, axis=2))
+    # The minimum's float16 steps are 1/8 there, and the scale covers what rounding it down adds to the range.
+    assert np.abs(error[:, :, 40]).max() < {"int8": 0.02, "int4": 0.3}[codec.name]
 
 
 @codecs
