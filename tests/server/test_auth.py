@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -141,6 +142,15 @@ def test_with_keys_any_site_may_ask(keyed: RunningServer) -> None:
 SECRET = "xyzzy-the-secret-prompt"
 
 
+def access_lines(caplog: pytest.LogCaptureFixture, n: int) -> list[str]:
+    """The access log once it has n lines: a request's line is written after its answer."""
+    deadline = time.monotonic() + 10
+    while len(lines := [r.getMessage() for r in caplog.records if r.name == "octavo.access"]) < n:
+        assert time.monotonic() < deadline, f"{len(lines)} lines after 10 s"
+        time.sleep(0.01)
+    return lines
+
+
 def test_logs_hold_no_secrets(keyed: RunningServer, scripted: ScriptedEngine, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -158,6 +168,7 @@ def test_logs_hold_no_secrets(keyed: RunningServer, scripted: ScriptedEngine, ca
         scripted.script = Script(refuse=ValueError(SECRET))
         assert client.post("/v1/completions", json=body).status_code == 500
         assert client.get("/v1/models", headers={"authorization": f"Bearer {SECRET}"}).status_code == 401
+    access_lines(caplog, 8)
     assert SECRET not in caplog.text
     assert KEYS[0] not in caplog.text
     # The log is written, and would have shown it.
@@ -173,7 +184,7 @@ def test_log_lines_cannot_be_forged(server: RunningServer, caplog: pytest.LogCap
     caplog.set_level(logging.INFO, logger="octavo.access")
     with server.client() as client:
         client.get("/v1/models/%0aPOST%20/forged" + "x" * 500)
-    (line,) = [r.getMessage() for r in caplog.records if r.name == "octavo.access"]
+    (line,) = access_lines(caplog, 1)
     assert "\n" not in line
     assert len(line) < 250
 
