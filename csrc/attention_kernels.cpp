@@ -4,8 +4,8 @@
 // columns lie in lanes (tokens for keys, channels for values). Affine pages are multiplied by their codes: for a group
 // of columns, sum of w[k] * (code * scale[k] + minimum[k]) is sum of (w[k] * scale[k]) * code, begun from the sum of
 // w[k] * minimum[k], so that scales are applied once per row of weights and page instead of once per value. Up to
-// kDirectRows weight rows read the packed page itself; more read it after it has been unpacked once to f32. Both give the
-// same bits, since a reader gives the same values and each (row, column) is one chain.
+// kDirectRows weight rows read the packed page itself; more read it after it has been unpacked once to f32. Both give
+// the same bits, since a reader gives the same values and each (row, column) is one chain.
 #include "attention_types.hpp"
 
 #include "codecs_read.hpp"
@@ -28,88 +28,88 @@ struct Weights {
   bool fresh;
 };
 
-/// out[r][column ..] = the beginning + sum over k in order of w[r][k] * row k of the reader, for R rows and 8 N columns;
-/// of these the vectors P, P + passes, ...
-template <int R, int N, int P, bool kAhead, class Reader>
-OCTAVO_INLINE void multiply_pass(const Reader& reader, size_t begin, size_t end, size_t column, const Weights& weights,
+/// out[r][column ..] = the beginning + sum over k in order of w[r][k] * row k of the reader, for R rows and 8 N columns.
+template <int R, int N, bool kAhead, class Reader>
+OCTAVO_INLINE void multiply_tile(const Reader& reader, size_t begin, size_t end, size_t column, const Weights& weights,
                                  const uint8_t* ahead, size_t columns, float* out, size_t out_step) {
-  constexpr int passes = N == 4 ? Reader::kPasses : 1, M = N / passes;
   const auto at = [=](int r, int j) {
-    return out + static_cast<size_t>(r) * out_step + column + 8 * static_cast<size_t>(P + j * passes);
+    return out + static_cast<size_t>(r) * out_step + column + 8 * static_cast<size_t>(j);
   };
-  f32x8 sum[R][M];
+  f32x8 sum[R][N];
   for (int r = 0; r < R; ++r)
-    for (int j = 0; j < M; ++j) {
+    for (int j = 0; j < N; ++j) {
       sum[r][j] = weights.fresh ? set1(0.0f) : loadf(at(r, j));
       if (weights.base != nullptr) sum[r][j] = sum[r][j] + set1(weights.base[r]);
     }
   auto cursor = reader.template at<N>(begin, column);
   Ahead<Reader, N> fetch(ahead, columns, begin, column);
   for (size_t k = begin; k < end; ++k) {
-    if constexpr (kAhead && P == 0) fetch.next();
+    if constexpr (kAhead) fetch.next();
     f32x8 weight[R];
     for (int r = 0; r < R; ++r) weight[r] = set1(weights.w[static_cast<size_t>(r) * weights.step + k]);
-    for (int j = 0; j < M; ++j) {
-      const f32x8 x = cursor.get(P + j * passes);
+    for (int j = 0; j < N; ++j) {
+      const f32x8 x = cursor.get(j);
       for (int r = 0; r < R; ++r) sum[r][j] = fma(weight[r], x, sum[r][j]);
     }
     cursor.next();
   }
   for (int r = 0; r < R; ++r)
-    for (int j = 0; j < M; ++j) store(at(r, j), sum[r][j]);
+    for (int j = 0; j < N; ++j) store(at(r, j), sum[r][j]);
 }
 
-/// The same for n <= kRows rows and the columns [first, last), which begin at a multiple of kGroup.
-template <bool kAhead, class Reader>
-OCTAVO_INLINE void multiply_rows(const Reader& reader, size_t begin, size_t end, size_t first, size_t last, size_t n,
-                                 const Weights& weights, const uint8_t* ahead, size_t columns, float* out,
-                                 size_t out_step) {
+/// The same for the columns [first, last), which begin at a multiple of kAffineGroup.
+template <int R, bool kAhead, class Reader>
+OCTAVO_INLINE void multiply_columns(const Reader& reader, size_t begin, size_t end, size_t first, size_t last,
+                                    const Weights& weights, const uint8_t* ahead, size_t columns, float* out,
+                                    size_t out_step) {
   for_tiles(last - first, [&]<int N>(size_t c) {
-    const auto tile = [&]<int R>() {
-      const auto pass = [&]<int P>() {
-        multiply_pass<R, N, P, kAhead>(reader, begin, end, first + c, weights, ahead, columns, out, out_step);
-      };
-      pass.template operator()<0>();
-      if constexpr (N == 4 && Reader::kPasses == 2) pass.template operator()<1>();
-    };
-    switch (n) {
-      case 1: tile.template operator()<1>(); break;
-      case 2: tile.template operator()<2>(); break;
-      default: tile.template operator()<3>(); break;
-    }
+    multiply_tile<R, N, kAhead>(reader, begin, end, first + c, weights, ahead, columns, out, out_step);
   });
 }
 
-/// n <= kRows rows of w by all rows and columns of a reader. scaled: room for kRows rows of weights.
-template <bool kAhead, class Reader>
-OCTAVO_INLINE void multiply_plane(const Reader& reader, const AffineTerms& terms, size_t rows, size_t columns, size_t n,
+/// R rows of w by all rows and columns of a reader. scaled: room for R rows of weights.
+template <int R, bool kAhead, class Reader>
+OCTAVO_INLINE void multiply_plane(const Reader& reader, const AffineTerms& terms, size_t rows, size_t columns,
                                   const float* w, size_t w_step, const uint8_t* ahead, float* out, size_t out_step,
                                   bool fresh, float* scaled) {
-  if (terms.scale == nullptr) {
-    multiply_rows<kAhead>(reader, 0, rows, 0, columns, n, {w, w_step, nullptr, fresh}, ahead, columns, out, out_step);
+  if (terms.scales == nullptr) {
+    multiply_columns<R, kAhead>(reader, 0, rows, 0, columns, {w, w_step, nullptr, fresh}, ahead, columns, out,
+                                out_step);
     return;
   }
-  for (size_t c = 0; c < columns; c += kGroup) {
-    const float* scale = terms.scale + c / kGroup * rows;
-    const float* minimum = terms.minimum + c / kGroup * rows;
-    float base[kRows];
-    for (size_t r = 0; r < n; ++r) {
-      f32x8 sum = set1(0.0f);
-      for (size_t k = 0; k < rows; k += 8) {
-        const f32x8 weight = loadf(w + r * w_step + k);
-        sum = fma(weight, loadf(minimum + k), sum);
-        store(scaled + r * rows + k, weight * loadf(scale + k));
+  for (size_t c = 0; c < columns; c += kAffineGroup) {
+    const size_t at = 2 * (c / kAffineGroup) * rows;
+    f32x8 sum[R];
+    for (int r = 0; r < R; ++r) sum[r] = set1(0.0f);
+    for (size_t k = 0; k < rows; k += 8) {
+      const f32x8 scale = load_f16(terms.scales + at + 2 * k), minimum = load_f16(terms.minima + at + 2 * k);
+      for (int r = 0; r < R; ++r) {
+        const size_t row = static_cast<size_t>(r);
+        const f32x8 weight = loadf(w + row * w_step + k);
+        sum[r] = fma(weight, minimum, sum[r]);
+        store(scaled + row * rows + k, weight * scale);
       }
-      base[r] = hsum(sum);
     }
-    multiply_rows<kAhead>(reader, 0, rows, c, min_of(columns, c + kGroup), n, {scaled, rows, base, fresh}, ahead,
-                          columns, out, out_step);
+    float base[R];
+    for (int r = 0; r < R; ++r) base[r] = hsum(sum[r]);
+    multiply_columns<R, kAhead>(reader, 0, rows, c, min_of(columns, c + kAffineGroup), {scaled, rows, base, fresh}, ahead,
+                                columns, out, out_step);
+  }
+}
+
+/// Calls f.template operator()<n>() for n from 1 to kRows.
+template <class F>
+OCTAVO_INLINE void for_rows(size_t n, F&& f) {
+  switch (n) {
+    case 1: return f.template operator()<1>();
+    case 2: return f.template operator()<2>();
+    default: return f.template operator()<3>();
   }
 }
 
 /// Floats of scratch that multiply_head wants.
 OCTAVO_INLINE size_t multiply_scratch(const PlaneShape& shape) {
-  return 2 * shape.page_size * shape.head_dim + kRows * max_of(shape.page_size, shape.head_dim);
+  return shape.page_size * shape.head_dim + kRows * max_of(shape.page_size, shape.head_dim);
 }
 
 /// n rows of w by a stored head, all of its rows and columns. False where a stored scale is bad.
@@ -117,12 +117,14 @@ __attribute__((noinline)) bool multiply_head(const PlaneShape& shape, Coding cod
                                              size_t n, const float* w, size_t w_step, const uint8_t* ahead, float* out,
                                              size_t out_step, bool fresh, float* scratch) {
   const size_t rows = n_rows(shape, coding.role), columns = n_columns(shape, coding.role);
-  float *page = scratch, *terms_at = page + rows * columns, *scaled = terms_at + rows * columns;
+  float *page = scratch, *scaled = page + rows * columns;
   AffineTerms terms;
-  if (!read_terms(shape, coding, head, plane, terms_at, &terms)) return false;
+  if (!read_terms(shape, coding, head, plane, &terms)) return false;
   if (n <= kDirectRows) {
     with_reader(shape, coding, head, plane, [&](const auto& reader) {
-      multiply_plane<true>(reader, terms, rows, columns, n, w, w_step, ahead, out, out_step, fresh, scaled);
+      for_rows(n, [&]<int R>() {
+        multiply_plane<R, true>(reader, terms, rows, columns, w, w_step, ahead, out, out_step, fresh, scaled);
+      });
     });
     return true;
   }
@@ -130,11 +132,12 @@ __attribute__((noinline)) bool multiply_head(const PlaneShape& shape, Coding cod
   if (coding.codec == CodecId::f32)
     unpacked.p = plane + head_parts(shape, coding, head).codes;
   else
-    with_reader(shape, coding, head, plane,
-                [&](const auto& reader) { read_all(reader, rows, columns, ahead, page); });
+    with_reader(shape, coding, head, plane, [&](const auto& reader) { read_all(reader, rows, columns, ahead, page); });
   for (size_t r = 0; r < n; r += kRows)
-    multiply_plane<false>(unpacked, terms, rows, columns, min_of(n - r, kRows), w + r * w_step, w_step, nullptr,
-                          out + r * out_step, out_step, fresh, scaled);
+    for_rows(min_of(n - r, kRows), [&]<int R>() {
+      multiply_plane<R, false>(unpacked, terms, rows, columns, w + r * w_step, w_step, nullptr, out + r * out_step,
+                               out_step, fresh, scaled);
+    });
   return true;
 }
 
@@ -146,13 +149,15 @@ __attribute__((noinline)) void multiply_own_values(const SplitJob& job, const fl
   const F32Reader reader{reinterpret_cast<const uint8_t*>(job.own_values), d};
   for (size_t r = 0; r < job.n_rows; r += kRows) {
     const size_t n = min_of(job.n_rows - r, kRows), shared = job.own_slot + r / group + 1;
-    multiply_rows<false>(reader, 0, shared, 0, d, n, {w + r * w_step, w_step, nullptr, fresh}, nullptr, d, out + r * d,
-                         d);
+    for_rows(n, [&]<int R>() {
+      multiply_columns<R, false>(reader, 0, shared, 0, d, {w + r * w_step, w_step, nullptr, fresh}, nullptr, d,
+                                 out + r * d, d);
+    });
     for (size_t i = r + 1; i < r + n; ++i) {
       const size_t end = job.own_slot + i / group + 1;
       if (end > shared)
-        multiply_rows<false>(reader, shared, end, 0, d, 1, {w + i * w_step, w_step, nullptr, false}, nullptr, d,
-                             out + i * d, d);
+        multiply_columns<1, false>(reader, shared, end, 0, d, {w + i * w_step, w_step, nullptr, false}, nullptr, d,
+                                   out + i * d, d);
     }
   }
 }
@@ -220,7 +225,8 @@ int attend_split(const SplitJob& job, const Partial& out) {
     const float* q = sealed.key.rotated ? job.q_rotated : job.q;
     const uint8_t* ahead = p + 1 < job.n_pages ? fetch_scales(shape, sealed_key(job, p + 1), job.head)
                                                : fetch_scales(shape, sealed_value(job, 0), job.head);
-    if (!multiply_head(shape, sealed.key, job.head, sealed.keys, n, q, d, ahead, score + p * tokens, step, true, scratch))
+    if (!multiply_head(shape, sealed.key, job.head, sealed.keys, n, q, d, ahead, score + p * tokens, step, true,
+                       scratch))
       return static_cast<int>(2 * p);
   }
   size_t before = job.n_pages * tokens;
@@ -241,7 +247,8 @@ int attend_split(const SplitJob& job, const Partial& out) {
     bool& fresh = sealed.value.rotated ? rotated_fresh : plain_fresh;
     float* to = sealed.value.rotated ? rotated : out.accumulator;
     const uint8_t* ahead = fetch_scales(shape, sealed_value(job, min_of(p + 1, job.n_pages - 1)), job.head);
-    if (!multiply_head(shape, sealed.value, job.head, sealed.values, n, score + p * tokens, step, ahead, to, d, fresh, scratch))
+    if (!multiply_head(shape, sealed.value, job.head, sealed.values, n, score + p * tokens, step, ahead, to, d, fresh,
+                       scratch))
       return static_cast<int>(2 * p + 1);
     fresh = false;
   }

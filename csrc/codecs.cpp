@@ -8,7 +8,6 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
-using u16x8 = uint16_t __attribute__((vector_size(16)));
 using u8x8 = uint8_t __attribute__((vector_size(8)));
 
 constexpr int32_t kExponent = 0x7f800000;
@@ -85,11 +84,11 @@ CodecStatus encode_bf16(const float* x, size_t n, uint8_t* out) {
 /// [groups][rows].
 CodecStatus fit_affine(const float* x, size_t rows, size_t columns, float levels, float* scale, float* minimum,
                        uint8_t* scales, uint8_t* minima) {
-  const size_t n = rows * ceil_div(columns, kGroup);
+  const size_t n = rows * ceil_div(columns, kAffineGroup);
   for (size_t r = 0; r < rows; ++r)
-    for (size_t c = 0; c < columns; c += kGroup) {
+    for (size_t c = 0; c < columns; c += kAffineGroup) {
       const float* v = x + r * columns;
-      const size_t end = min_of(columns, c + kGroup);
+      const size_t end = min_of(columns, c + kAffineGroup);
       f32x8 low = loadf(v + c), high = low;
       for (size_t i = c + 8; i < end; i += 8) {
         low = min(low, loadf(v + i));
@@ -97,8 +96,8 @@ CodecStatus fit_affine(const float* x, size_t rows, size_t columns, float levels
         pin(low);
         pin(high);
       }
-      minimum[c / kGroup * rows + r] = -hmax(-low);
-      scale[c / kGroup * rows + r] = hmax(high);
+      minimum[c / kAffineGroup * rows + r] = -hmax(-low);
+      scale[c / kAffineGroup * rows + r] = hmax(high);
     }
   i32x8 top = set1i(0);
   for (size_t i = 0; i < n; i += 8) {
@@ -122,12 +121,12 @@ CodecStatus encode_affine(const PlaneShape& s, Role role, const float* x, float*
                           uint8_t* minima) {
   constexpr float levels = (1 << kBits) - 1;
   const size_t rows = n_rows(s, role), columns = n_columns(s, role);
-  float *scale = work, *minimum = work + rows * ceil_div(columns, kGroup);
+  float *scale = work, *minimum = work + rows * ceil_div(columns, kAffineGroup);
   const CodecStatus status = fit_affine(x, rows, columns, levels, scale, minimum, scales, minima);
   if (status != CodecStatus::ok) return status;
   for (size_t r = 0; r < rows; ++r)
     for_tiles(columns, [&]<int N>(size_t c) {
-      const size_t at = c / kGroup * rows + r;
+      const size_t at = c / kAffineGroup * rows + r;
       const f32x8 by = set1(scale[at]), from = set1(minimum[at]);
       const auto code = [&](size_t i) {
         const f32x8 steps = (loadf(x + r * columns + c + 8 * i) - from) / by;
@@ -182,17 +181,23 @@ CodecStatus encode_head(const PlaneShape& shape, Coding coding, size_t head, con
 CodecStatus decode_head(const PlaneShape& shape, Coding coding, size_t head, const uint8_t* plane, float* scratch,
                         float* out) {
   AffineTerms terms;
-  if (!read_terms(shape, coding, head, plane, scratch, &terms)) return CodecStatus::bad_scale;
+  if (!read_terms(shape, coding, head, plane, &terms)) return CodecStatus::bad_scale;
   const size_t rows = n_rows(shape, coding.role), columns = n_columns(shape, coding.role);
   with_reader(shape, coding, head, plane, [&](const auto& reader) { read_all(reader, rows, columns, plane, out); });
-  if (terms.scale == nullptr) return CodecStatus::ok;
-  for (size_t r = 0; r < rows; ++r)
-    for (size_t c = 0; c < columns; c += 8) {
-      const size_t at = c / kGroup * rows + r;
-      // code * scale is exact, so that a fused operation gives the same bits as two.
-      float* v = out + r * columns + c;
-      store(v, fma(loadf(v), set1(terms.scale[at]), set1(terms.minimum[at])));
-    }
+  const size_t n = n_scales(shape, coding);
+  float *scale = scratch, *minimum = scratch + n;
+  for (size_t i = 0; i < n; i += 8) {
+    store(scale + i, load_f16(terms.scales + 2 * i));
+    store(minimum + i, load_f16(terms.minima + 2 * i));
+  }
+  if (n != 0)
+    for (size_t r = 0; r < rows; ++r)
+      for (size_t c = 0; c < columns; c += 8) {
+        const size_t at = c / kAffineGroup * rows + r;
+        // code * scale is exact, so that a fused operation gives the same bits as two.
+        float* v = out + r * columns + c;
+        store(v, fma(loadf(v), set1(scale[at]), set1(minimum[at])));
+      }
   return CodecStatus::ok;
 }
 

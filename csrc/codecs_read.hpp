@@ -4,9 +4,7 @@
 //
 // A reader's at<N>(r, c) is a cursor on the 8 N values of row r from column c on: get(i) is the i-th vector, in the
 // stored basis, next() goes to the row below. N is 1, 2 or 4: a caller covers a row by fours, then a two, then a one,
-// which are the runs that int4 packs by. kPasses: in how many passes a caller should take a four, so that its sums and
-// what the reader holds fit into 16 registers; pass p takes vectors p, p + kPasses, ... (two vectors of int4 come from
-// the same bytes).
+// which are the runs that int4 packs by.
 #pragma once
 
 #include "codecs.hpp"
@@ -15,7 +13,7 @@
 namespace octavo::OCTAVO_ISA {
 
 /// Columns that share a row's scale and minimum.
-inline constexpr size_t kGroup = 64;
+inline constexpr size_t kAffineGroup = 64;
 
 OCTAVO_INLINE bool is_affine(CodecId codec) { return codec == CodecId::int8 || codec == CodecId::int4; }
 
@@ -40,7 +38,7 @@ OCTAVO_INLINE size_t code_bytes(const PlaneShape& s, CodecId codec) {
 
 /// Scales of one head, [groups][rows]; as many minima.
 OCTAVO_INLINE size_t n_scales(const PlaneShape& s, Coding c) {
-  return is_affine(c.codec) ? n_rows(s, c.role) * ceil_div(n_columns(s, c.role), kGroup) : 0;
+  return is_affine(c.codec) ? n_rows(s, c.role) * ceil_div(n_columns(s, c.role), kAffineGroup) : 0;
 }
 
 /// Byte offsets of one head's parts in its plane.
@@ -55,7 +53,6 @@ OCTAVO_INLINE HeadParts head_parts(const PlaneShape& s, Coding c, size_t head) {
 
 struct F32Reader {
   static constexpr size_t kBits = 32;
-  static constexpr int kPasses = 1;
   const uint8_t* p;
   size_t columns;
 
@@ -73,7 +70,6 @@ struct F32Reader {
 
 struct F16Reader {
   static constexpr size_t kBits = 16;
-  static constexpr int kPasses = 1;
   const uint8_t* p;
   size_t columns;
 
@@ -91,7 +87,6 @@ struct F16Reader {
 
 struct BF16Reader {
   static constexpr size_t kBits = 16;
-  static constexpr int kPasses = 1;
   const uint8_t* p;
   size_t columns;
 
@@ -110,7 +105,6 @@ struct BF16Reader {
 /// Codes of int8.
 struct Code8Reader {
   static constexpr size_t kBits = 8;
-  static constexpr int kPasses = 1;
   const uint8_t* p;
   size_t columns;
 
@@ -129,7 +123,6 @@ struct Code8Reader {
 /// Codes of int4.
 struct Code4Reader {
   static constexpr size_t kBits = 4;
-  static constexpr int kPasses = 2;
   const uint8_t* p;
   size_t columns;
 
@@ -144,7 +137,10 @@ struct Code4Reader {
         const u32x8 codes = u32x8{w, w, w, w, w, w, w, w} >> u32x8{0, 8, 16, 24, 4, 12, 20, 28};
         return to_f32(bits<i32x8>(codes) & set1i(15));
       } else {
-        const i32x8 both = load_u8(p + 8 * (i % (N / 2)));
+        // Both halves load the bytes: holding them for the other would spill a sum of three rows by four vectors.
+        const uint8_t* at = p + 8 * (i % (N / 2));
+        asm("" : "+r"(at));
+        const i32x8 both = load_u8(at);
         return to_f32(i < N / 2 ? both & set1i(15) : both >> 4);
       }
     }
@@ -156,47 +152,26 @@ struct Code4Reader {
   }
 };
 
-/// n scales (a multiple of 8) as f32. False where one is not a positive number.
-OCTAVO_INLINE bool widen_scales(const uint8_t* p, size_t n, float* out) {
-  i32x8 good = set1i(-1);
-  for (size_t i = 0; i < n; i += 8) {
-    const f32x8 s = load_f16(p + 2 * i);
-    good &= (s > set1(0.0f)) & (s < set1(__builtin_inff()));
-    pin(good);
-    store(out + i, s);
-  }
-  return hsum(good) == -8;
-}
-
-/// n minima (a multiple of 8) as f32. False where one is no number.
-OCTAVO_INLINE bool widen_minima(const uint8_t* p, size_t n, float* out) {
-  i32x8 good = set1i(-1);
-  for (size_t i = 0; i < n; i += 8) {
-    const f32x8 m = load_f16(p + 2 * i);
-    good &= abs(m) < set1(__builtin_inff());
-    pin(good);
-    store(out + i, m);
-  }
-  return hsum(good) == -8;
-}
-
-/// Scales and minima of one head in f32, [groups][rows] each; null where the codec has none.
+/// Where one head's scales and minima lie, f16 [groups][rows] each; null where the codec has none.
 struct AffineTerms {
-  const float* scale;
-  const float* minimum;
-  size_t rows;
+  const uint8_t* scales;
+  const uint8_t* minima;
 };
 
-/// Reads a head's scales and minima into scratch (2 * n_scales floats, at most page_size * head_dim). False where one is
-/// bad.
-OCTAVO_INLINE bool read_terms(const PlaneShape& s, Coding c, size_t head, const uint8_t* plane, float* scratch,
-                              AffineTerms* terms) {
-  *terms = {nullptr, nullptr, 0};
+/// False where a stored scale is not a positive number, or a minimum no number.
+OCTAVO_INLINE bool read_terms(const PlaneShape& s, Coding c, size_t head, const uint8_t* plane, AffineTerms* terms) {
   const size_t n = n_scales(s, c);
+  *terms = {nullptr, nullptr};
   if (n == 0) return true;
   const HeadParts parts = head_parts(s, c, head);
-  *terms = {scratch, scratch + n, n_rows(s, c.role)};
-  return widen_scales(plane + parts.scales, n, scratch) && widen_minima(plane + parts.minima, n, scratch + n);
+  *terms = {plane + parts.scales, plane + parts.minima};
+  // The bits of positive finite f16 are 1 to 0x7bff; with one taken off, zero and negative numbers lie above them.
+  u16x8 scale = {}, minimum = {};
+  for (size_t i = 0; i < n; i += 8) {
+    scale = max(scale, load<u16x8>(terms->scales + 2 * i) - 1);
+    minimum = max(minimum, load<u16x8>(terms->minima + 2 * i) & 0x7fff);
+  }
+  return hmax(scale) < 0x7bff && hmax(minimum) < 0x7c00;
 }
 
 /// Calls f(reader) with the reader of one head.

@@ -40,6 +40,7 @@ using f32x8 = float __attribute__((vector_size(32)));
 using i32x8 = int32_t __attribute__((vector_size(32)));
 using u32x8 = uint32_t __attribute__((vector_size(32)));
 using i16x16 = int16_t __attribute__((vector_size(32)));
+using u16x8 = uint16_t __attribute__((vector_size(16)));
 using i8x32 = int8_t __attribute__((vector_size(32)));
 using u8x32 = uint8_t __attribute__((vector_size(32)));
 
@@ -180,6 +181,15 @@ OCTAVO_INLINE i32x8 max(i32x8 a, i32x8 b) {
 #endif
 }
 
+OCTAVO_INLINE u16x8 max(u16x8 a, u16x8 b) {
+#if OCTAVO_AVX2
+  return bits<u16x8>(_mm_max_epu16(bits<__m128i>(a), bits<__m128i>(b)));
+#else
+  const auto m = bits<u16x8>(a > b);
+  return (a & m) | (b & ~m);
+#endif
+}
+
 OCTAVO_INLINE f32x8 to_f32(i32x8 a) { return __builtin_convertvector(a, f32x8); }
 /// Nearest integer, ties to even, for |a| < 2^22. Other values give an unspecified integer.
 OCTAVO_INLINE i32x8 round_to_int(f32x8 a) {
@@ -199,6 +209,11 @@ OCTAVO_INLINE float hmax(f32x8 a) {
 OCTAVO_INLINE int32_t hsum(i32x8 a) { return a[0] + a[1] + a[2] + a[3] + a[4] + a[5] + a[6] + a[7]; }
 OCTAVO_INLINE int32_t hmax(i32x8 a) {
   int32_t m = a[0];
+  for (int i = 1; i < 8; ++i) m = m < a[i] ? a[i] : m;
+  return m;
+}
+OCTAVO_INLINE uint16_t hmax(u16x8 a) {
+  uint16_t m = a[0];
   for (int i = 1; i < 8; ++i) m = m < a[i] ? a[i] : m;
   return m;
 }
