@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <stdexcept>
 #include <string>
 
 #include "codecs_plane.hpp"
@@ -12,162 +11,9 @@
 namespace octavo {
 namespace {
 
-constexpr size_t kPlaneAlign = 64;
-constexpr size_t kMaxSplitPages = 64;
-/// Scores of a tile: half of a small L2 cache.
-constexpr size_t kTileScoreBytes = 128 << 10;
-/// Partials beyond this are merged as they are made, at the price of fewer tasks.
-constexpr size_t kPartialBytes = 64 << 20;
-
 enum AttentionSlot : int { kSlotQ = kSlotAttention + 1, kSlotExact, kSlotPartials, kSlotThreads };
 
-[[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument(what); }
-
-std::string text(int64_t n) { return std::to_string(n); }
-
-size_t plane_end(const PlaneShape& shape, const KernelTable& kernels, const LayerPlanes& planes) {
-  return std::max(planes.key_offset + kernels.codecs.plane_bytes(shape, planes.key),
-                  planes.value_offset + kernels.codecs.plane_bytes(shape, planes.value));
-}
-
 }  // namespace
-
-void check_cache(const CacheLayout& cache) {
-  check_shape(cache.shape.plane);
-  if (cache.shape.group == 0) refuse("a KV head needs at least one query head");
-  if (cache.shape.split_pages == 0 || cache.shape.split_pages > kMaxSplitPages)
-    refuse("split_pages must be from 1 to " + text(kMaxSplitPages));
-}
-
-void check_layout(const CacheLayout& cache, const KernelTable& kernels, const PageLayout& format) {
-  if (format.layers.size() != cache.open.layers.size())
-    refuse("a page format has " + text(static_cast<int64_t>(format.layers.size())) + " layers, the model " +
-           text(static_cast<int64_t>(cache.open.layers.size())));
-  for (const LayerPlanes& planes : format.layers) {
-    if (planes.key.role != Role::key || planes.value.role != Role::value) refuse("a plane has the wrong role");
-    if (planes.key_offset % kPlaneAlign != 0 || planes.value_offset % kPlaneAlign != 0)
-      refuse("planes must start at multiples of 64 bytes");
-    if (plane_end(cache.shape.plane, kernels, planes) > format.page_bytes)
-      refuse("a plane reaches past its page's " + text(static_cast<int64_t>(format.page_bytes)) + " bytes");
-  }
-}
-
-int add_format(CacheLayout& cache, const KernelTable& kernels, PageLayout format) {
-  check_layout(cache, kernels, format);
-  if (cache.formats.size() > 255) refuse("no more than 256 page formats");
-  cache.formats.push_back(std::move(format));
-  return static_cast<int>(cache.formats.size()) - 1;
-}
-
-Step::Step(const CacheLayout& cache, const BatchView& batch, const RopeTable& rope, int threads)
-    : cache_(&cache), rope_(rope), memory_(batch.memory), n_rows_(batch.n_rows) {
-  const size_t page_size = cache.shape.plane.page_size, heads = cache.shape.plane.n_heads;
-  const size_t group = cache.shape.group;
-  const auto fits = [&](int64_t offset, size_t bytes) {
-    return offset >= 0 && offset % static_cast<int64_t>(kPlaneAlign) == 0 && bytes <= batch.memory_bytes &&
-           static_cast<size_t>(offset) <= batch.memory_bytes - bytes;
-  };
-  if (rope.dim % 2 != 0 || rope.dim > cache.shape.plane.head_dim)
-    refuse("rotary dimension must be even, at most head_dim");
-  if (reinterpret_cast<uintptr_t>(batch.memory) % alignof(float) != 0) refuse("memory must be aligned to 4 bytes");
-
-  for (size_t e = 0; e < batch.n_entries; ++e) {
-    const size_t format = batch.page_format[e];
-    if (format >= cache.formats.size())
-      refuse("page_format[" + text(static_cast<int64_t>(e)) + "] is " + text(static_cast<int64_t>(format)) + ", but " +
-             text(static_cast<int64_t>(cache.formats.size())) + " formats are registered");
-    if (!fits(batch.page_offset[e], cache.formats[format].page_bytes))
-      refuse("page_offset[" + text(static_cast<int64_t>(e)) + "] = " + text(batch.page_offset[e]) +
-             " is no multiple of 64 with a whole page inside the arena's " +
-             text(static_cast<int64_t>(batch.memory_bytes)) + " bytes");
-  }
-  page_offset_.assign(batch.page_offset, batch.page_offset + batch.n_entries);
-  page_format_.assign(batch.page_format, batch.page_format + batch.n_entries);
-  formats_used_ = page_format_;
-  std::sort(formats_used_.begin(), formats_used_.end());
-  formats_used_.erase(std::unique(formats_used_.begin(), formats_used_.end()), formats_used_.end());
-
-  std::vector<OwnPage> tails;
-  position_.resize(n_rows_);
-  if (batch.row_start[0] != 0 || batch.entry_start[0] != 0) refuse("row_start and entry_start must begin with 0");
-  for (size_t s = 0; s < batch.n_segments; ++s) {
-    const std::string where = "segment " + text(static_cast<int64_t>(s)) + ": ";
-    const int64_t begin = batch.row_start[s], end = batch.row_start[s + 1], first = batch.position[s];
-    const int64_t entries = int64_t{batch.entry_start[s + 1]} - batch.entry_start[s];
-    if (begin >= end || end > static_cast<int64_t>(n_rows_))
-      refuse(where + "row_start must rise to the number of rows, " + text(static_cast<int64_t>(n_rows_)));
-    if (first < 0 || static_cast<size_t>(first + end - begin) > rope.n_positions)
-      refuse(where + "positions " + text(first) + " to " + text(first + end - begin - 1) + " are outside 0 to " +
-             text(static_cast<int64_t>(rope.n_positions) - 1));
-    const size_t start = static_cast<size_t>(first), stop = start + static_cast<size_t>(end - begin);
-    if (batch.entry_start[s + 1] > static_cast<int64_t>(batch.n_entries) ||
-        entries != static_cast<int64_t>(stop / page_size))
-      refuse(where + "has " + text(entries) + " entries, but " + text(static_cast<int64_t>(stop / page_size)) +
-             " pages are full after position " + text(static_cast<int64_t>(stop) - 1));
-    const bool needs_open = start % page_size != 0 || stop % page_size != 0;
-    const int64_t open = batch.open_offset[s];
-    if (needs_open ? !fits(open, cache.open.page_bytes) : open >= 0 && !fits(open, cache.open.page_bytes))
-      refuse(where + "open_offset = " + text(open) + " is no multiple of 64 with a whole open page inside the arena");
-
-    entry_start_.push_back(static_cast<size_t>(batch.entry_start[s]));
-    segment_open_.push_back(open);
-    const size_t first_page = start / page_size, last_page = (stop - 1) / page_size;
-    for (size_t page = first_page, row = static_cast<size_t>(begin); page <= last_page; ++page) {
-      const size_t from = std::max(start, page * page_size), to = std::min(stop, (page + 1) * page_size);
-      OwnPage own{s, page, row, to - from, from % page_size, -1, 0, 0, 0, to == (page + 1) * page_size};
-      if (first_page == last_page && open >= 0) {
-        own.open_offset = open;
-        own_.push_back(own);
-      } else if (own.completes) {
-        own.scratch = n_scratch_++;
-        own.gather = own.slot;
-        own.saved = saved_floats_;
-        saved_floats_ += own.gather * 2 * heads * cache.shape.plane.head_dim;
-        own_.push_back(own);
-      } else {
-        own.open_offset = open;
-        tails.push_back(own);
-      }
-      for (size_t t = from; t < to; ++t) position_[row++] = t;
-    }
-  }
-  if (static_cast<size_t>(batch.row_start[batch.n_segments]) != n_rows_ ||
-      static_cast<size_t>(batch.entry_start[batch.n_segments]) != batch.n_entries)
-    refuse("row_start and entry_start must end with the numbers of rows and of entries");
-  n_direct_ = own_.size();
-  own_.insert(own_.end(), tails.begin(), tails.end());
-
-  for (size_t i = 0; i < own_.size(); ++i)
-    if (own_[i].completes) sealing_.push_back(i);
-
-  saved_.resize(saved_floats_ * cache.open.layers.size());
-
-  // Tiles, longest first so that threads end together.
-  const size_t score_row = cache.shape.split_pages * page_size * sizeof(float);
-  const size_t tile_tokens = std::max<size_t>(1, kTileScoreBytes / score_row / group);
-  for (size_t i = 0; i < own_.size(); ++i)
-    for (size_t row = 0; row < own_[i].n_rows; row += tile_tokens)
-      tiles_.push_back({i, own_[i].first_row + row, std::min(tile_tokens, own_[i].n_rows - row),
-                        own_[i].page / cache.shape.split_pages + 1, 0});
-  std::stable_sort(tiles_.begin(), tiles_.end(),
-                   [](const Tile& a, const Tile& b) { return a.n_rows * a.n_splits > b.n_rows * b.n_splits; });
-  size_t partials = 0;
-  for (Tile& tile : tiles_) {
-    tile_rows_ = std::max(tile_rows_, tile.n_rows * group);
-    tile.partial = partials;
-    partials += tile.n_rows * group * heads * tile.n_splits;
-  }
-  // With few tiles every split is a task of its own; its partial result is the same either way.
-  const size_t partial_bytes = partials * (cache.shape.plane.head_dim + 2) * sizeof(float);
-  const bool split = threads > 1 && tiles_.size() * heads < 4 * static_cast<size_t>(threads) &&
-                     partial_bytes <= kPartialBytes;
-  n_partials_ = split ? partials : 0;
-  for (size_t t = 0; t < tiles_.size(); ++t)
-    for (size_t s = 0; s < (split ? tiles_[t].n_splits : 1); ++s)
-      for (size_t h = 0; h < heads; ++h)
-        tasks_.push_back({static_cast<uint32_t>(t), static_cast<uint32_t>(h),
-                          split ? static_cast<uint32_t>(s) : kAllSplits});
-}
 
 /// The phases of one layer.
 class AttentionRun {
@@ -186,8 +32,10 @@ class AttentionRun {
     partials_ = context.scratch.take<float>(kSlotPartials, step.n_partials_ * (d_ + 2));
     tile_partial_ = step.tile_rows_ * (d_ + 2);
     split_floats_ = context.kernels.attention.split_scratch(shape_, step.tile_rows_);
+    gather_floats_ = step.gather_rows_ * (2 * d_ + d_ + 2);
     // One cache line more, so that two threads never write to the same one.
-    thread_floats_ = (std::max(split_floats_ + 2 * tile_partial_, 2 * head_page_) + 31) / 16 * 16;
+    thread_floats_ = std::max(split_floats_ + std::max(2 * tile_partial_, gather_floats_), 2 * head_page_);
+    thread_floats_ = (thread_floats_ + 31) / 16 * 16;
     threads_ = context.scratch.take<float>(kSlotThreads, thread_floats_ * static_cast<size_t>(context.pool.threads()));
   }
 
@@ -213,7 +61,9 @@ class AttentionRun {
     context_.pool.parallel_for(step_.tasks_.size(),
                                [&](size_t i, int thread) { attend_task(step_.tasks_[i], thread_scratch(thread)); });
     if (step_.n_partials_ > 0) {
-      const auto merge_one = [&](size_t i, int) { merge_tile(step_.tiles_[i / heads_], i % heads_); };
+      const auto merge_one = [&](size_t i, int) {
+        if (step_.tiles_[i / heads_].in_splits) merge_tile(step_.tiles_[i / heads_], i % heads_);
+      };
       const size_t n = step_.tiles_.size() * heads_;
       if (step_.n_partials_ < 1024)
         for (size_t i = 0; i < n; ++i) merge_one(i, 0);
@@ -328,20 +178,50 @@ class AttentionRun {
   Partial partial_at(float* p, size_t rows) const { return {p, p + rows, p + 2 * rows}; }
 
   void attend_task(const Step::Task& task, float* scratch) const {
-    const Step::Tile& tile = step_.tiles_[task.tile];
+    const uint32_t* members = step_.members_.data() + task.first;
+    if (task.n > 1) return attend_shared(task, members, scratch);
+    const Step::Tile& tile = step_.tiles_[*members];
     const size_t rows = tile.n_rows * group_;
     if (task.split != Step::kAllSplits) {
-      attend_split(tile, task.head, task.split, tile_partial(tile, task.head, task.split), scratch);
+      attend_split(tile, task.head, task.split, own_queries(tile, task.head), tile_partial(tile, task.head, task.split),
+                   scratch);
       return;
     }
     const Partial sum = partial_at(scratch + split_floats_, rows);
     const Partial next = partial_at(scratch + split_floats_ + tile_partial_, rows);
-    attend_split(tile, task.head, 0, sum, scratch);
+    attend_split(tile, task.head, 0, own_queries(tile, task.head), sum, scratch);
     for (size_t s = 1; s < tile.n_splits; ++s) {
-      attend_split(tile, task.head, s, next, scratch);
+      attend_split(tile, task.head, s, own_queries(tile, task.head), next, scratch);
       context_.kernels.attention.merge(sum, next, rows, d_);
     }
     finish(tile, task.head, sum);
+  }
+
+  /// A split that several tiles read: its pages are read once, for the rows of all of them.
+  void attend_shared(const Step::Task& task, const uint32_t* members, float* scratch) const {
+    float* q = scratch + split_floats_;
+    float* q_rotated = q + step_.gather_rows_ * d_;
+    size_t rows = 0;
+    for (uint32_t i = 0; i < task.n; ++i) {
+      const Step::Tile& tile = step_.tiles_[members[i]];
+      const Queries from = own_queries(tile, task.head);
+      std::memcpy(q + rows * d_, from.q, from.n * d_ * sizeof(float));
+      if (from.rotated != nullptr) std::memcpy(q_rotated + rows * d_, from.rotated, from.n * d_ * sizeof(float));
+      rows += from.n;
+    }
+    const Partial all = partial_at(q_rotated + step_.gather_rows_ * d_, rows);
+    attend_split(step_.tiles_[members[0]], task.head, task.split,
+                 {q, q_rotated_ != nullptr ? q_rotated : nullptr, rows}, all, scratch);
+    size_t row = 0;
+    for (uint32_t i = 0; i < task.n; ++i) {
+      const Step::Tile& tile = step_.tiles_[members[i]];
+      const size_t n = tile.n_rows * group_;
+      const Partial to = tile_partial(tile, task.head, task.split);
+      std::memcpy(to.maximum, all.maximum + row, n * sizeof(float));
+      std::memcpy(to.sum, all.sum + row, n * sizeof(float));
+      std::memcpy(to.accumulator, all.accumulator + row * d_, n * d_ * sizeof(float));
+      row += n;
+    }
   }
 
   Partial tile_partial(const Step::Tile& tile, size_t head, size_t split) const {
@@ -369,7 +249,21 @@ class AttentionRun {
     return {memory + planes.key_offset, memory + planes.value_offset, planes.key, planes.value};
   }
 
-  void attend_split(const Step::Tile& tile, size_t head, size_t split, const Partial& to, float* scratch) const {
+  /// Query heads of one KV head.
+  struct Queries {
+    const float* q;
+    const float* rotated;  // or null
+    size_t n;
+  };
+
+  Queries own_queries(const Step::Tile& tile, size_t head) const {
+    const size_t at = (head * step_.n_rows() + tile.first_row) * group_ * d_;
+    return {q_ + at, q_rotated_ != nullptr ? q_rotated_ + at : nullptr, tile.n_rows * group_};
+  }
+
+  /// The pages are those that the tile reads in this split.
+  void attend_split(const Step::Tile& tile, size_t head, size_t split, const Queries& queries, const Partial& to,
+                    float* scratch) const {
     const Step::OwnPage& own = step_.own_[tile.own];
     const size_t first = split * shape_.split_pages, last = std::min(first + shape_.split_pages, own.page);
     SealedPage pages[kMaxSplitPages];
@@ -385,10 +279,9 @@ class AttentionRun {
       job.own_values = exact.values + head * head_page_;
       job.own_slot = own.slot + tile.first_row - own.first_row;
     }
-    job.n_rows = tile.n_rows * group_;
-    const size_t q = (head * step_.n_rows() + tile.first_row) * group_ * d_;
-    job.q = q_ + q;
-    job.q_rotated = q_rotated_ != nullptr ? q_rotated_ + q : nullptr;
+    job.n_rows = queries.n;
+    job.q = queries.q;
+    job.q_rotated = queries.rotated;
     job.scratch = scratch;
     const int bad = context_.kernels.attention.attend_split(job, to);
     if (bad >= 0) {
@@ -408,7 +301,7 @@ class AttentionRun {
   float* out_;
   const size_t d_, heads_, group_, width_, head_page_;
   float *q_, *q_rotated_, *exact_, *partials_, *threads_;
-  size_t tile_partial_, split_floats_, thread_floats_;
+  size_t tile_partial_, split_floats_, gather_floats_, thread_floats_;
 };
 
 void attend(Context& context, const Step& step, const AttentionParameters& parameters, const float* qkv, float* out) {

@@ -29,6 +29,8 @@ struct CacheLayout {
   std::vector<PageLayout> formats;   ///< by format id
 };
 
+inline constexpr size_t kMaxSplitPages = 64;
+
 /// Throws std::invalid_argument where kernels cannot work on the shape.
 void check_cache(const CacheLayout& cache);
 
@@ -85,19 +87,30 @@ class Step {
     size_t first_row, n_rows;
     size_t n_splits;
     size_t partial;          ///< where its partials begin, in (flat row, split) units over all heads
+    bool in_splits;          ///< its splits are tasks, merged when all are done
   };
+  /// One KV head of one split, for one tile or for all tiles whose sequences share the split's pages (cascade).
   struct Task {
-    uint32_t tile;
+    uint32_t first, n;       ///< of members_
     uint32_t head;
-    uint32_t split;          ///< kAllSplits: from the first to the last, merged on the way
+    uint32_t split;          ///< kAllSplits: one tile, from the first to the last, merged on the way
   };
   static constexpr uint32_t kAllSplits = ~0u;
 
   const CacheLayout& cache() const { return *cache_; }
   size_t n_rows() const { return n_rows_; }
+  /// Sealed pages that one KV head reads in one layer, counted as often as they are read.
+  size_t page_reads() const;
 
  private:
   friend class AttentionRun;
+
+  size_t rows_at_once() const;
+  void cut_tiles();
+  void cut_tasks(int threads);
+  void add_task(uint32_t split, const uint32_t* tiles, size_t n);
+  /// Sets of tiles that read the same pages in a split, by rising split.
+  std::vector<std::vector<uint32_t>> shared_splits() const;
 
   const CacheLayout* cache_;
   RopeTable rope_;
@@ -119,8 +132,10 @@ class Step {
   mutable std::vector<float> saved_;
   std::vector<Tile> tiles_;
   std::vector<Task> tasks_;
-  size_t tile_rows_ = 0;                 // flat rows of the largest tile
-  size_t n_partials_ = 0;                // 0: tasks take all splits
+  std::vector<uint32_t> members_;        // tiles of tasks
+  size_t tile_rows_ = 0;                 // flat rows of the largest task
+  size_t gather_rows_ = 0;               // of the largest task with several tiles
+  size_t n_partials_ = 0;                // of tiles in splits
 };
 
 /// One layer's parameters. Null where the model has none.

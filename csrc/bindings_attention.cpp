@@ -107,7 +107,9 @@ void bind_attention(nb::module_& m) {
           nb::arg("cosine"), nb::arg("sine"), nb::keep_alive<1, 3>(),
           "Arrays as in octavo.ops.base.Batch; cosine and sine float32 [positions, rotary dimension / 2]. Raises "
           "ValueError where they contradict each other or reach outside memory.")
-      .def_prop_ro("n_rows", [](const StepHolder& self) { return self.step->n_rows(); });
+      .def_prop_ro("n_rows", [](const StepHolder& self) { return self.step->n_rows(); })
+      .def_prop_ro("page_reads", [](const StepHolder& self) { return self.step->page_reads(); },
+                   "Sealed pages that one KV head reads in one layer, counted as often as they are read.");
 
   nb::class_<AttentionBlock>(m, "AttentionBlock", "One layer's attention, from norm to residual add.")
       .def(

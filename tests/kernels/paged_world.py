@@ -125,6 +125,14 @@ class World:
         qkv[:, :, : shape.group * shape.n_kv_heads * shape.head_dim] *= 2  # sharper attention than noise gives
         return Seq(qkv, format_of, open_offset=self.alloc(self.open_format))
 
+    def fork(self, seq: Seq, n_pages: int, n_tokens: int, seed: int) -> Seq:
+        """Another sequence that has the first n_pages of `seq`, and n_tokens of its own behind them."""
+        other = self.sequence(n_pages * self.shape.page_size + n_tokens, seq.format_of, seed)
+        other.position = n_pages * self.shape.page_size
+        other.qkv[:, : other.position] = seq.qkv[:, : other.position]
+        other.pages = seq.pages[:n_pages]
+        return other
+
     def arrays(self, work: Sequence[tuple[Seq, int]]) -> dict[str, Any]:
         """The batch of `work`, [(sequence, tokens)], as attend takes it. Allocates the pages that it
         completes."""

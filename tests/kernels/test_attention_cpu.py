@@ -101,6 +101,44 @@ def test_chunks_do_not_change_a_bit(codecs: tuple[str, str], page_size: int) -> 
         assert all(np.array_equal(a, b) for a, b in zip(pages, results[0][1], strict=True))
 
 
+@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("n_mates", [2, 9, 60])
+def test_pages_that_sequences_share_are_read_once(group: int, threads: int, n_mates: int) -> None:
+    """Forks off a trunk at several depths, decoding together: bits as alone, shared splits read once for all."""
+    shape, size = Shape(16, 2, group, 40), 16
+    world = World(shape, MIXED, threads=threads, pages=64 + 4 * n_mates)
+    trunk = world.sequence(29 * size, lambda page: page % len(MIXED))
+    world.run(trunk, [29 * size])
+    depths = [29, 24, 24, 17, 8, 7, 0]
+    mates = [world.fork(trunk, depths[i % len(depths)], 40, seed=i + 1) for i in range(n_mates)]
+    for seq in mates:
+        world.step((seq, 1 + len(seq.pages) % 3))
+    expected = []
+    for seq in mates:
+        position, n = seq.position, len(seq.out)
+        for _ in range(2):
+            world.step((seq, 1))
+        expected.append(np.concatenate(seq.out[n:], axis=1))
+        seq.position, seq.out = position, seq.out[:n]
+    reads = [world.build(world.arrays([(seq, 1)])).page_reads for seq in mates]
+    assert reads == [seq.position // size for seq in mates]
+
+    together = world.build(world.arrays([(seq, 1) for seq in mates])).page_reads
+    whole = [len(seq.pages) // SPLIT_PAGES for seq in mates]
+    shared = [sum(w > split for w in whole) for split in range(3)]
+    # Up to 256 query heads take a split of 8 pages of 16 together.
+    if n_mates * group <= 256:
+        assert together == sum(reads) - sum(SPLIT_PAGES * max(0, n - 1) for n in shared)
+    if n_mates > len(depths):
+        assert together < sum(reads) / 2
+    for _ in range(2):
+        world.step(*[(seq, 1) for seq in mates])
+    world.check_gaps()
+    for seq, alone in zip(mates, expected, strict=True):
+        assert same_bits(np.concatenate(seq.out[-2:], axis=1), alone)
+
+
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_threads_and_batch_mates_do_not_change_a_bit(group: int, threads: int) -> None:
