@@ -17,8 +17,11 @@ from octavo.models.loading.load import locate_model
 
 RESULTS = ROOT / "benchmarks" / "results"
 
-#: Octavo's cache codec -> the peer's cache type of about the same size.
-PAIRS = {"f16": "f16", "int8": "q8_0", "int4": "q4_0"}
+#: Peer -> Octavo's cache codec -> the peer's cache type of about the same size.
+PAIRS = {
+    "llama.cpp": {"f16": "f16", "int8": "q8_0", "int4": "q4_0"},
+    "OpenVINO": {"f16": "f16", "int8": "u8", "int4": "u4"},
+}
 
 
 class BenchmarkError(Exception):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from collections.abc import Mapping
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -12,10 +14,11 @@ from benchmarks.engine_time import EngineClock
 from benchmarks.protocol import serve
 from octavo import LLM, SamplingParams, __version__
 from octavo.config import CachePolicy
-from octavo.engine.messages import Delta, PromptProgress
+from octavo.engine.messages import Delta, Event, Failed, Finished, GenerateRequest, PromptProgress
 
 #: Prompt tokens per step: llama.cpp's default batch.
 CHUNK = 512
+MAX_NUM_SEQS = 16
 
 
 class OctavoWorker:
@@ -33,7 +36,7 @@ class OctavoWorker:
             backend=backend,
             threads=threads,
             max_model_len=n_ctx,
-            max_num_seqs=1,
+            max_num_seqs=MAX_NUM_SEQS,
             step_tokens=CHUNK,
         )
         info = self._llm.engine.info
@@ -88,6 +91,34 @@ class OctavoWorker:
         # The first steps compute the prompt's tail; decoding steps are the last n.
         return {"steps": [list(step) for step in clock.steps[-n:]]}
 
+    def together(self, prefix: list[int], tails: list[list[int]], n: int, warm: bool) -> Mapping[str, Any]:
+        """Requests that arrive at once: prefix and a tail each, n tokens. Per request, seconds from the arrival of all
+        until each of its tokens."""
+        namespace = uuid.uuid4().hex
+        if warm:
+            self._llm.generate([*prefix, 5], _greedy(1), namespace=namespace)
+        times: list[list[float]] = [[] for _ in tails]
+        failed: list[Exception] = []
+        done = threading.Semaphore(0)
+
+        def sink(index: int, event: Event) -> None:
+            if isinstance(event, Delta):
+                times[index].extend([time.perf_counter() - start] * len(event.token_ids))
+            elif isinstance(event, Failed):
+                failed.append(event.error)
+            if isinstance(event, Finished | Failed):
+                done.release()
+
+        start = time.perf_counter()
+        for i, tail in enumerate(tails):
+            request = GenerateRequest(uuid.uuid4().hex, (*prefix, *tail), _greedy(n), namespace)
+            self._llm.engine.submit(request, partial(sink, i))
+        for _ in tails:
+            done.acquire()
+        if failed:
+            raise failed[0]
+        return {"times": times}
+
     def read(self, tokens: list[int]) -> Mapping[str, Any]:
         """Read a prompt of whole pages; what the cache holds afterwards."""
         self._llm.generate(tokens, SamplingParams(max_tokens=0))
@@ -118,5 +149,6 @@ if __name__ == "__main__":
     serve({
         "load": worker.load, "tokenize": worker.tokenize, "prefill": worker.prefill, "decode": worker.decode,
         "decode_clock": worker.decode_clock, "read": worker.read, "nll": worker.nll, "greedy": worker.greedy,
+        "together": worker.together,
     })  # fmt: skip
     worker.close()

@@ -1,8 +1,8 @@
-"""llama.cpp, built from source for this machine, in an environment of its own.
+"""Peers, each in an environment of its own: llama.cpp, built from source for this machine, and OpenVINO GenAI.
 
-    python -m benchmarks.peers            # build it (about 20 minutes on 2 cores) or say where it is
+    python -m benchmarks.peers            # build and install them (20 minutes on 2 cores), or say where they are
 
-OCTAVO_BENCH_LLAMA names a Python that has llama-cpp-python already.
+OCTAVO_BENCH_LLAMA names a Python that has llama-cpp-python already, OCTAVO_BENCH_OPENVINO one that has openvino-genai.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.harness import BenchmarkError
@@ -19,24 +20,37 @@ LLAMA_VERSION = "0.3.36"
 LLAMA_ENVIRONMENT = ROOT / ".bench" / "llama"
 
 
+OPENVINO_VERSION = "2026.4.1.0"
+OPENVINO_ENVIRONMENT = ROOT / ".bench" / "openvino"
+
+
 def llama_python() -> str:
     """A Python that imports llama_cpp, built first if need be. Raises BenchmarkError."""
-    given = os.environ.get("OCTAVO_BENCH_LLAMA")
+    return _python("OCTAVO_BENCH_LLAMA", "llama_cpp", LLAMA_VERSION, LLAMA_ENVIRONMENT, _build_llama)
+
+
+def openvino_python() -> str:
+    """A Python that imports openvino_genai, installed first if need be. Raises BenchmarkError."""
+    return _python("OCTAVO_BENCH_OPENVINO", "openvino_genai", OPENVINO_VERSION, OPENVINO_ENVIRONMENT, _install_openvino)
+
+
+def _python(variable: str, module: str, version: str, environment: Path, build: Callable[[], None]) -> str:
+    given = os.environ.get(variable)
     if given:
-        version = _version(given)
-        if version is None:
-            raise BenchmarkError(f"OCTAVO_BENCH_LLAMA={given} cannot import llama_cpp")
-        if version != LLAMA_VERSION:
-            print(f"note: comparing with llama-cpp-python {version}, not {LLAMA_VERSION}", file=sys.stderr)
+        found = _version(given, module)
+        if found is None:
+            raise BenchmarkError(f"{variable}={given} cannot import {module}")
+        if not found.startswith(version):
+            print(f"note: comparing with {module} {found}, not {version}", file=sys.stderr)
         return given
-    python = str(LLAMA_ENVIRONMENT / "bin" / "python")
-    if not (Path(python).exists() and _version(python) == LLAMA_VERSION):
-        _build()
+    python = str(environment / "bin" / "python")
+    if not (Path(python).exists() and (_version(python, module) or "").startswith(version)):
+        build()
     return python
 
 
-def _version(python: str) -> str | None:
-    code = "import llama_cpp; print(llama_cpp.__version__)"
+def _version(python: str, module: str) -> str | None:
+    code = f"import {module}; print({module}.__version__)"
     try:
         done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
     except OSError as error:
@@ -44,7 +58,14 @@ def _version(python: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _build() -> None:
+def _install_openvino() -> None:
+    subprocess.run([sys.executable, "-m", "venv", str(OPENVINO_ENVIRONMENT)], check=True)
+    package = f"openvino-genai=={OPENVINO_VERSION}"
+    if subprocess.run([str(OPENVINO_ENVIRONMENT / "bin" / "pip"), "install", "-q", package], check=False).returncode:
+        raise BenchmarkError(f"{package} did not install (see above)")
+
+
+def _build_llama() -> None:
     print(f"building llama.cpp in {LLAMA_ENVIRONMENT}; this takes about 20 minutes", file=sys.stderr)
     subprocess.run([sys.executable, "-m", "venv", str(LLAMA_ENVIRONMENT)], check=True)
     # From source, so that it is compiled for this machine's instruction set as Octavo is.
@@ -63,7 +84,9 @@ def _build() -> None:
 
 def main() -> None:
     python = llama_python()
-    print(f"{python}: llama-cpp-python {_version(python)}")
+    print(f"{python}: llama-cpp-python {_version(python, 'llama_cpp')}")
+    python = openvino_python()
+    print(f"{python}: openvino-genai {_version(python, 'openvino_genai')}")
 
 
 if __name__ == "__main__":

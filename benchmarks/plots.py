@@ -10,8 +10,12 @@ from benchmarks.harness import PAIRS
 _COLOURS = {"f16": "#4c72b0", "int8": "#dd8452", "int4": "#55a868"}
 
 
-def speed(record: dict[str, Any], kind: str, path: Path) -> None:
-    """Tokens per second against context; bars from the slowest run to the fastest. kind: "decode" or "prefill"."""
+_STYLES = {"llama.cpp": "--s", "OpenVINO": ":^"}
+
+
+def speed(records: list[dict[str, Any]], kind: str, path: Path) -> None:
+    """Tokens per second against context; bars from the slowest run to the fastest. Octavo's lines are those of the
+    first record. kind: "decode" or "prefill"."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -20,21 +24,25 @@ def speed(record: dict[str, Any], kind: str, path: Path) -> None:
     # Otherwise ids and dates differ from run to run.
     matplotlib.rcParams["svg.hashsalt"] = "octavo"
     figure, axes = plt.subplots(figsize=(7, 4.2))
-    for codec, measured in record["results"]["pairs"].items():
-        lengths = sorted(measured[kind], key=int)
-        x = [int(n) for n in lengths]
-        for side, style, label in (("octavo", "-o", f"Octavo {codec}"), ("peer", "--s", f"llama.cpp {PAIRS[codec]}")):
-            s = [measured[kind][n][side] for n in lengths]
-            median = [e["median"] for e in s]
-            error = [[e["median"] - e["low"] for e in s], [e["high"] - e["median"] for e in s]]
-            axes.errorbar(x, median, error, fmt=style, color=_COLOURS[codec], label=label, capsize=3, markersize=4)
+    for i, record in enumerate(records):
+        peer = record["settings"]["peer"]
+        sides = [("peer", _STYLES[peer], peer), *([("octavo", "-o", "Octavo")] if i == 0 else [])]
+        for codec, measured in record["results"]["pairs"].items():
+            lengths = sorted(measured[kind], key=int)
+            x = [int(n) for n in lengths]
+            for side, style, name in reversed(sides):
+                s = [measured[kind][n][side] for n in lengths]
+                median = [e["median"] for e in s]
+                error = [[e["median"] - e["low"] for e in s], [e["high"] - e["median"] for e in s]]
+                label = f"{name} {codec if side == 'octavo' else PAIRS[peer][codec]}"
+                axes.errorbar(x, median, error, fmt=style, color=_COLOURS[codec], label=label, capsize=3, markersize=4)
     axes.set_xscale("log", base=2)
     axes.set_xticks(x, [f"{n:,}" for n in x])
     axes.minorticks_off()
     axes.set_xlabel("tokens in the cache" if kind == "decode" else "prompt tokens")
     axes.set_ylabel("tokens per second")
     axes.set_ylim(bottom=0)
-    settings = record["settings"]
+    settings = records[0]["settings"]
     axes.set_title(f"{kind.capitalize()}, {settings['model']}, {settings['threads']} threads, batch 1", fontsize=11)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, ncols=2)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import memory, oracle, perplexity, plots, speed
+from benchmarks import memory, oracle, perplexity, plots, shared, speed
 from benchmarks.harness import PAIRS, RESULTS, BenchmarkError, load, table
 from benchmarks.protocol import ROOT
 
@@ -30,7 +30,7 @@ def _origin(record: Record) -> str:
 
 
 def machine(records: dict[str, Record]) -> str:
-    record = records["speed"]
+    record = records["speed-llama.cpp"]
     m, engines = record["machine"], record["results"]["engines"]
     peer = next(e for name, e in engines.items() if name.startswith("llama.cpp"))
     own = next(e for name, e in engines.items() if name.startswith("octavo"))
@@ -40,21 +40,30 @@ def machine(records: dict[str, Record]) -> str:
         ["system", f"Linux {m['kernel']}, {m['compiler']}, Python {m['python']}, numpy {m['numpy']}"],
         ["Octavo", f"{own['version']}, {own['system']}"],
         ["llama.cpp", f"{peer['version']}; {', '.join(re.findall(r'([A-Z0-9_]+) = 1', peer['system']))}"],
-        ["threads", str(record["settings"]["threads"])],
     ]
+    if "speed-OpenVINO" in records:
+        other = next(iter(dict(reversed(records["speed-OpenVINO"]["results"]["engines"].items())).values()))
+        rows.append(["OpenVINO GenAI", f"{other['version']}, OpenVINO {other['system']}"])
+    rows.append(["threads", str(record["settings"]["threads"])])
     return "| | |\n| --- | --- |\n" + "\n".join(f"| {a} | {b} |" for a, b in rows)
 
 
 def verdict(records: dict[str, Record]) -> str:
     """Every comparison that Octavo loses and every claim that does not hold, without choosing."""
     lost, won = [], []
-    for codec, measured in records["speed"]["results"]["pairs"].items():
-        for kind in ("decode", "prefill"):
-            for n, entry in measured[kind].items():
-                ratio = entry["ratio"]
-                text = f"{kind} {int(n):,}, {codec} / {PAIRS[codec]}: {ratio['median']:.2f}"
-                (lost if ratio["median"] < 1 else won).append((ratio["median"], text))
-    lines = ["Octavo's speed over llama.cpp's, below 1:"]
+    for name in SPEED:
+        if name not in records:
+            continue
+        peer = records[name]["settings"]["peer"]
+        for codec, measured in records[name]["results"]["pairs"].items():
+            for kind in ("decode", "prefill"):
+                for n, entry in measured[kind].items():
+                    ratio = entry["ratio"]
+                    text = f"{kind} {int(n):,}, {codec} / {peer} {PAIRS[peer][codec]}: {ratio['median']:.2f}"
+                    (lost if ratio["median"] < 1 else won).append((ratio["median"], text))
+    for label, ratio in shared.ratios(records["shared"]) if "shared" in records else []:
+        (lost if ratio < 1 else won).append((ratio, f"{label}: {ratio:.2f}"))
+    lines = ["Octavo's speed over a peer's, below 1:"]
     lines += [f"- {text}" for _, text in sorted(lost)] or ["- none"]
     lines += ["", "and above:"]
     lines += [f"- {text}" for _, text in sorted(won, reverse=True)] or ["- none"]
@@ -69,14 +78,19 @@ def verdict(records: dict[str, Record]) -> str:
 
 def speed_table(kind: str) -> Callable[[dict[str, Record]], str]:
     def make(records: dict[str, Record]) -> str:
-        record = records["speed"]
-        pairs = record["results"]["pairs"]
-        load = max(p["other_load"]["other"] for p in pairs.values())
-        return (
-            f"{speed.markdown(pairs, kind)}\n\n{record['settings']['model']}; median (lowest-highest) of the runs. "
-            f"{_origin(record)}; everything else on the machine used at most {load:.2f} cores on average meanwhile.\n\n"
-            f"![{kind} speed](images/{kind}.svg)"
-        )
+        parts = []
+        for name in SPEED:
+            if name not in records:
+                continue
+            record = records[name]
+            pairs = record["results"]["pairs"]
+            load = max(p["other_load"]["other"] for p in pairs.values())
+            parts.append(
+                f"{speed.markdown(record['settings']['peer'], pairs, kind)}\n\n{record['settings']['model']}; median "
+                f"(lowest-highest) of the runs. {_origin(record)}; everything else on the machine used at most "
+                f"{load:.2f} cores on average meanwhile."
+            )
+        return "\n\n".join([*parts, f"![{kind} speed](images/{kind}.svg)"])
 
     return make
 
@@ -84,10 +98,15 @@ def speed_table(kind: str) -> Callable[[dict[str, Record]], str]:
 def python_share(records: dict[str, Record]) -> str:
     rows = [
         [codec, f"{int(n):,}", f"{s['step_ms']:.2f}", f"{s['python_ms']:.2f}", f"{s['share']:.1%}"]
-        for codec, measured in records["speed"]["results"]["pairs"].items()
+        for codec, measured in records["speed-llama.cpp"]["results"]["pairs"].items()
         for n, s in measured["python_share"].items()
     ]
     return table(["cache", "context", "step, ms", "outside C++, ms", "share"], rows)
+
+
+def shared_table(records: dict[str, Record]) -> str:
+    record = records["shared"]
+    return f"{shared.markdown(record['results'])}\n\n{record['settings']['model']}; {_origin(record)}."
 
 
 def perplexity_tables(records: dict[str, Record]) -> str:
@@ -116,13 +135,17 @@ def oracle_table(records: dict[str, Record]) -> str:
     return f"{oracle.markdown(record['results'])}\n\n{_origin(record)}."
 
 
+#: Results of benchmarks.speed, one per peer.
+SPEED = ("speed-llama.cpp", "speed-OpenVINO")
+
 #: Block -> the results that it needs, and how it is made of them.
 BLOCKS: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Record]], str]]] = {
-    "machine": (("speed",), machine),
-    "verdict": (("speed", "perplexity"), verdict),
-    "decode": (("speed",), speed_table("decode")),
-    "prefill": (("speed",), speed_table("prefill")),
-    "python-share": (("speed",), python_share),
+    "machine": (SPEED[:1], machine),
+    "verdict": ((*SPEED[:1], "perplexity"), verdict),
+    "decode": (SPEED[:1], speed_table("decode")),
+    "prefill": (SPEED[:1], speed_table("prefill")),
+    "python-share": (SPEED[:1], python_share),
+    "shared": (("shared",), shared_table),
     "perplexity": (("perplexity",), perplexity_tables),
     "memory": (("memory",), memory_tables),
     "oracle": (("oracle",), oracle_table),
@@ -131,7 +154,8 @@ BLOCKS: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Record]], str]]] = 
 
 def blocks() -> dict[str, str]:
     """All blocks whose results are there."""
-    records = {name: record for needs, _ in BLOCKS.values() for name in needs if (record := load(name)) is not None}
+    names = {name for needs, _ in BLOCKS.values() for name in needs} | set(SPEED)
+    records = {name: record for name in names if (record := load(name)) is not None}
     return {name: make(records) for name, (needs, make) in BLOCKS.items() if all(n in records for n in needs)}
 
 
@@ -146,10 +170,10 @@ def updated(document: str, made: dict[str, str]) -> str:
 
 
 def draw(folder: Path) -> None:
-    record = load("speed")
-    if record is not None:
+    records = [record for name in SPEED if (record := load(name)) is not None]
+    if records:
         for kind in ("decode", "prefill"):
-            plots.speed(record, kind, folder / f"{kind}.svg")
+            plots.speed(records, kind, folder / f"{kind}.svg")
 
 
 def main() -> None:
@@ -160,7 +184,7 @@ def main() -> None:
     if args.update:
         quick = [
             name
-            for name in ("speed", "perplexity", "oracle")
+            for name in (*SPEED, "shared", "perplexity", "oracle")
             if (load(name) or {"settings": {}})["settings"].get("quick")
         ]
         if quick:

@@ -15,8 +15,18 @@ import time
 
 from benchmarks.protocol import ROOT
 
-#: In this order; the first two fetch and build what the others need. Those that know --quick are marked.
-BENCHMARKS = {"texts": False, "peers": False, "speed": True, "memory": False, "perplexity": True, "oracle": True}
+#: Name -> module, arguments, and whether it knows --quick; in this order: the first two fetch and build what the others
+#: need.
+BENCHMARKS: dict[str, tuple[str, tuple[str, ...], bool]] = {
+    "texts": ("texts", (), False),
+    "peers": ("peers", (), False),
+    "speed": ("speed", ("--peer", "llama.cpp"), True),
+    "speed-openvino": ("speed", ("--peer", "OpenVINO"), True),
+    "shared": ("shared", (), True),
+    "memory": ("memory", (), False),
+    "perplexity": ("perplexity", (), True),
+    "oracle": ("oracle", (), True),
+}
 
 
 def run(module: str, *arguments: str) -> bool:
@@ -41,8 +51,8 @@ def main() -> None:
         parser.error(f"no benchmark is called {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
     failed = [
         name
-        for name, knows_quick in BENCHMARKS.items()
-        if name in chosen and not run(name, *(["--quick"] if args.quick and knows_quick else []))
+        for name, (module, arguments, knows_quick) in BENCHMARKS.items()
+        if name in chosen and not run(module, *arguments, *(["--quick"] if args.quick and knows_quick else []))
     ]
     if not run("report", *(["--update"] if args.update else [])):
         failed.append("report")

@@ -1,11 +1,12 @@
-"""Decode and prefill speed against llama.cpp, in turn on the same machine, threads and tokens.
+"""Decode and prefill speed against a peer, in turn on the same machine, threads and tokens.
 
-    python -m benchmarks.speed [--quick] [--threads 2] [--model smollm2-135m] [--pairs f16,int8,int4]
+    python -m benchmarks.speed [--peer llama.cpp|OpenVINO] [--quick] [--threads 2] [--model smollm2-135m] [--pairs int8]
 
-For each cache pair (Octavo's f16, int8 and int4 against llama.cpp's f16, q8_0 and q4_0, flash attention on) both
-engines are loaded in processes of their own and take turns: A B, A B, ... A figure is the median of its runs, with
-their range; a ratio is taken pair by pair, so that slow drift of the machine cancels. Prefill starts from an empty
-cache and ends when the next token is chosen. Decode generates greedily from a cache of the given length.
+For each cache pair (Octavo's f16, int8 and int4 against llama.cpp's f16, q8_0 and q4_0 with flash attention, or
+OpenVINO's f16, u8 and u4) both engines are loaded in processes of their own and take turns: A B, A B, ... A figure is
+the median of its runs, with their range; a ratio is taken pair by pair, so that slow drift of the machine cancels.
+Prefill starts from an empty cache and ends when the next token is chosen. Decode generates greedily from a cache of the
+given length. Results are written to speed-PEER.json.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from benchmarks.harness import PAIRS, model_path, save, spread, table
 from benchmarks.machine import OtherLoad
 from benchmarks.protocol import Worker
 from benchmarks.texts import load_text
-from benchmarks.workers import llama_worker, octavo_worker
+from benchmarks.workers import PEERS, octavo_worker
 
 #: What one engine's threads may still do when its answer is out (they spin before they sleep).
 SETTLE_S = 0.2
@@ -113,52 +114,51 @@ def _python_share(octavo: Worker, context: int, n: int) -> dict[str, float]:
     }
 
 
-def run(model: str, threads: int, pairs: list[str], plan: Plan) -> dict[str, Any]:
+def run(model: str, threads: int, peer_name: str, pairs: list[str], plan: Plan) -> dict[str, Any]:
     path = str(model_path(model))
     text = load_text("emma")
     results: dict[str, Any] = {"pairs": {}, "engines": {}}
     longest = max(*plan.prefill, *plan.decode)
     n_ctx = -(-(longest + plan.decode_tokens + 2) // 256) * 256
     for codec in pairs:
-        with octavo_worker() as octavo, llama_worker() as peer:
+        other = PAIRS[peer_name][codec]
+        with octavo_worker() as octavo, PEERS[peer_name]() as peer:
             results["engines"][f"octavo {codec}"] = octavo.call(
                 "load", model=path, cache=codec, threads=threads, n_ctx=n_ctx
             )
-            results["engines"][f"llama.cpp {PAIRS[codec]}"] = peer.call(
-                "load", model=path, cache=PAIRS[codec], threads=threads, n_ctx=n_ctx
+            results["engines"][f"{peer_name} {other}"] = peer.call(
+                "load", model=path, cache=other, threads=threads, n_ctx=n_ctx
             )
             tokens = octavo.call("tokenize", text=text[: 8 * longest])["tokens"]
-            if tokens != peer.call("tokenize", text=text[: 8 * longest])["tokens"]:
-                print("warning: the engines' tokenizers differ on this text; both get Octavo's ids")
             load = OtherLoad([octavo.pid, peer.pid])
             measured = measure_pair(octavo, peer, tokens[:longest], plan)
             measured["other_load"] = load.stop()
             results["pairs"][codec] = measured
-        _print(codec, measured)
+        _print(peer_name, codec, measured)
     return results
 
 
-def _print(codec: str, measured: dict[str, Any]) -> None:
-    print(f"\n{codec} against {PAIRS[codec]}, other load {measured['other_load']['other']:.2f} cores")
-    print(markdown({codec: measured}, "prefill"))
-    print(markdown({codec: measured}, "decode"))
+def _print(peer: str, codec: str, measured: dict[str, Any]) -> None:
+    print(f"\n{codec} against {peer} {PAIRS[peer][codec]}, other load {measured['other_load']['other']:.2f} cores")
+    print(markdown(peer, {codec: measured}, "prefill"))
+    print(markdown(peer, {codec: measured}, "decode"))
     share = measured["python_share"]
     print(
         "Python's share of a decode step: " + ", ".join(f"{n}: {s['share']:.1%}" for n, s in share.items()), flush=True
     )
 
 
-def markdown(pairs: dict[str, Any], kind: str) -> str:
+def markdown(peer_name: str, pairs: dict[str, Any], kind: str) -> str:
     """Tokens per second: a row per cache pair and length."""
     rows = []
     for codec, measured in pairs.items():
         for n, entry in measured[kind].items():
             octavo, peer, ratio = entry["octavo"], entry["peer"], entry["ratio"]
             rows.append([
-                f"{codec} / {PAIRS[codec]}", f"{int(n):,}", _cell(octavo), _cell(peer),
+                f"{codec} / {PAIRS[peer_name][codec]}", f"{int(n):,}", _cell(octavo), _cell(peer),
                 f"{ratio['median']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})", str(ratio["n"]),
             ])  # fmt: skip
-    header = ["cache", "tokens", "Octavo tok/s", "llama.cpp tok/s", "ratio", "runs"]
+    header = ["cache", "tokens", "Octavo tok/s", f"{peer_name} tok/s", "ratio", "runs"]
     return table(header, rows)
 
 
@@ -170,16 +170,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--pairs", default=",".join(PAIRS), help="Octavo's codecs, comma-separated")
+    parser.add_argument("--peer", choices=PEERS, default="llama.cpp")
+    parser.add_argument("--pairs", default="f16,int8,int4", help="Octavo's codecs, comma-separated")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter runs: a look, not a figure")
     args = parser.parse_args()
     plan = QUICK if args.quick else Plan()
-    results = run(args.model, args.threads, args.pairs.split(","), plan)
+    results = run(args.model, args.threads, args.peer, args.pairs.split(","), plan)
     settings = {
-        "model": args.model, "threads": args.threads, "quick": args.quick, "runs": plan.runs,
+        "model": args.model, "peer": args.peer, "threads": args.threads, "quick": args.quick, "runs": plan.runs,
         "decode_tokens": plan.decode_tokens, "long_budget_s": plan.long_budget_s,
     }  # fmt: skip
-    print(f"\nwritten to {save('speed', settings, results)}")
+    print(f"\nwritten to {save(f'speed-{args.peer}', settings, results)}")
 
 
 if __name__ == "__main__":

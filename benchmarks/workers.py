@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
-from benchmarks.peers import llama_python
+from benchmarks.peers import llama_python, openvino_python
 from benchmarks.protocol import Worker
 
 
@@ -17,6 +18,15 @@ def llama_worker() -> Worker:
     return Worker("llama.cpp", llama_python(), "benchmarks.llama_worker")
 
 
+def openvino_worker() -> Worker:
+    """Raises BenchmarkError where OpenVINO GenAI is not there and cannot be installed."""
+    return Worker("OpenVINO", openvino_python(), "benchmarks.openvino_worker")
+
+
 def transformers_worker() -> Worker:
     """Needs the extra `test`."""
     return Worker("transformers", sys.executable, "benchmarks.transformers_worker", {"TQDM_DISABLE": "1"})
+
+
+#: Name of a peer -> how its worker is started.
+PEERS: dict[str, Callable[[], Worker]] = {"llama.cpp": llama_worker, "OpenVINO": openvino_worker}

@@ -160,6 +160,64 @@ TEST(attention_stays_in_its_pages_whatever_the_chunks) {
         }
 }
 
+TEST(attention_over_shared_pages_equals_each_alone) {
+  for (const char* isa : test::isas())
+    for (const size_t group : {1, 3}) {
+      Context context(2, isa);
+      const size_t pages = 18, size = 16, half = 4, mates = 5;
+      Model model(context, {{size, 2, 2 * half}, group, 2}, 1);
+      std::vector<int64_t> offsets;
+      std::vector<uint8_t> formats;
+      size_t bytes = mates * model.cache.open.page_bytes;
+      for (size_t p = 0; p < pages; ++p) {
+        formats.push_back(static_cast<uint8_t>(p % 5));
+        offsets.push_back(static_cast<int64_t>(bytes));
+        bytes += model.cache.formats[formats[p]].page_bytes;
+      }
+      Exact<uint8_t> memory(bytes);
+      Exact<float> cosine((pages + 1) * size * half, 0), sine((pages + 1) * size * half, 0);
+      for (size_t i = 0; i < cosine.size; ++i) cosine[i] = 1.0f;
+      const RopeTable rope{cosine.data, sine.data, (pages + 1) * size, 2 * half};
+      Random random(group);
+      // Segments of one row each, or one of all rows; mate i has the first lengths[i] pages.
+      const std::vector<size_t> lengths{18, 14, 13, 9, 1};
+      const auto attend_rows = [&](const std::vector<size_t>& which, size_t rows, const Exact<float>& x) {
+        std::vector<int32_t> row_start{0}, position, entry_start{0};
+        std::vector<int64_t> page_offset, open;
+        std::vector<uint8_t> page_format;
+        for (const size_t i : which) {
+          const size_t n = rows == 1 ? lengths[i] : pages;
+          row_start.push_back(row_start.back() + static_cast<int32_t>(rows));
+          position.push_back(rows == 1 ? static_cast<int32_t>(n * size) : 0);
+          page_offset.insert(page_offset.end(), offsets.begin(), offsets.begin() + static_cast<ptrdiff_t>(n));
+          page_format.insert(page_format.end(), formats.begin(), formats.begin() + static_cast<ptrdiff_t>(n));
+          entry_start.push_back(static_cast<int32_t>(page_offset.size()));
+          open.push_back(static_cast<int64_t>(i * model.cache.open.page_bytes));
+        }
+        const size_t n = rows * which.size();
+        const BatchView batch{memory.data, bytes, n, which.size(), page_offset.size(), row_start.data(),
+                              position.data(), entry_start.data(), page_offset.data(), page_format.data(), open.data()};
+        const Step step(model.cache, batch, rope, context.pool.threads());
+        Exact<float> y(n * model.out_width);
+        attend(context, step, {0, 1e-5f, 0.3f, nullptr, nullptr}, x.data, y.data);
+        return std::pair{std::vector<float>(y.data, y.data + y.size), step.page_reads()};
+      };
+      Exact<float> trunk(pages * size * model.width), x(mates * model.width), row(model.width);
+      for (size_t i = 0; i < trunk.size; ++i) trunk[i] = random.heavy();
+      for (size_t i = 0; i < x.size; ++i) x[i] = random.heavy();
+      attend_rows({0}, pages * size, trunk);
+      const auto [together, reads] = attend_rows({0, 1, 2, 3, 4}, 1, x);
+      // All of the longest; of the others what lies behind their last whole split of two: pages 12, 8 and 0.
+      CHECK(reads == 18 + 3, isa << " " << reads);
+      for (size_t i = 0; i < mates; ++i) {
+        std::memcpy(row.data, x.data + i * model.width, row.size * sizeof(float));
+        const auto alone = attend_rows({i}, 1, row).first;
+        CHECK(std::memcmp(alone.data(), together.data() + i * model.out_width, alone.size() * sizeof(float)) == 0,
+              isa << " mate " << i);
+      }
+    }
+}
+
 TEST(attention_is_near_a_plain_loop) {
   for (const char* isa : test::isas()) {
     Context context(2, isa);
