@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks import divergence
-from benchmarks.harness import BenchmarkError, model_path, perplexity, perplexity_change, save, table
+from benchmarks.harness import BenchmarkError, load, model_path, perplexity, perplexity_change, save, table
 from benchmarks.protocol import Worker
 from benchmarks.texts import load_text
 from benchmarks.workers import llama_worker, octavo_worker, transformers_worker
@@ -226,7 +226,9 @@ def main() -> None:
         "threads": args.threads,
         "backend": args.backend,
     }
-    results = {}
+    # Models measured before under the same settings stay, so that they can be taken one by one.
+    earlier = load("perplexity")
+    results = earlier["results"] if earlier is not None and earlier["settings"] == settings else {}
     for model in args.models.split(","):
         results[model] = measure(model, args.text, plan, args.threads, args.backend, not args.no_peers)
         # After each model: an hour's work is not to be lost.
