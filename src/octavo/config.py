@@ -60,6 +60,7 @@ class EngineConfig:
         step_tokens: tokens computed per step at most, decoded and prefilled together.
         max_queue: requests that may wait; one more is refused.
         isa: instruction-set path of the cpu backend; "auto" takes the best this machine has.
+        profile: time the parts of every step (see octavo.ops.profile).
     """
 
     backend: Backend = "cpu"
@@ -71,6 +72,7 @@ class EngineConfig:
     step_tokens: int = 512
     max_queue: int = 1024
     isa: Isa = "auto"
+    profile: bool = False
     policy: CachePolicy = CachePolicy()
 
     def __post_init__(self) -> None:

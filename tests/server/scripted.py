@@ -108,6 +108,8 @@ class Script:
 class ScriptedEngine:
     """Implements EngineClient. Each request runs on a thread of its own; the prefix cache is a set of prefixes."""
 
+    profile = None
+
     def __init__(self, *, max_model_len: int = 512, prefix_cache: bool = True) -> None:
         self.tokenizer = ChatByteTokenizer()
         self.info = EngineInfo(

@@ -133,6 +133,6 @@ def test_help_names_every_option() -> None:
     text = re.sub(r"[\s│]+", "", done.stdout)
     for name in ("host", "port", "threads", "kv-memory", "kv-codec", "k-codec", "v-codec", "page-size", "max-model-len",
                  "max-num-seqs", "step-tokens", "api-key-file", "served-model-name", "no-prefix-cache", "backend",
-                 "isa", "open"):  # fmt: skip
+                 "isa", "open", "profile"):  # fmt: skip
         assert "--" + name in text
         assert "OCTAVO_" + name.upper().replace("-", "_") in text

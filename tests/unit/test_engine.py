@@ -399,3 +399,25 @@ def test_a_closed_engine_answers_at_once() -> None:
         with pytest.raises(EngineStopped):
             ask()
     assert time.monotonic() - began < 5
+
+
+def test_a_profile_accounts_for_every_step_and_changes_nothing() -> None:
+    tokens = prompt(70)
+    with LLM.from_engine(tiny_engine(CONFIG)) as llm:
+        plain = llm.generate(tokens, GREEDY).outputs[0].token_ids
+    engine = tiny_engine(replace(CONFIG, profile=True))
+    with LLM.from_engine(engine) as llm:
+        assert llm.generate(tokens, GREEDY).outputs[0].token_ids == plain
+    assert engine.profile is not None
+    decode, prefill = engine.profile.kinds["decode"], engine.profile.kinds["prefill"]
+    # 70 tokens in steps of 32; the token that the last of them chooses needs no step of its own.
+    assert (prefill.steps, prefill.rows) == (3, 70)
+    assert (decode.steps, decode.rows) == (7, 7)
+    for times in (decode, prefill):
+        assert sum(times.parts.values()) == pytest.approx(times.seconds)
+        assert {"embedding", "attention and QKV", "MLP", "scheduling and sampling"} <= set(times.parts)
+        assert min(times.parts.values()) > 0
+    assert "output head" in decode.parts
+    text = "\n".join(engine.profile.lines())
+    assert "decode: 7 steps, 7 tokens" in text
+    assert "MLP" in text

@@ -14,10 +14,12 @@ from octavo.cli.options import (
     KvCodecOption,
     KvMemoryOption,
     ModelArgument,
+    ProfileOption,
     SeedOption,
     TemperatureOption,
     ThreadsOption,
     local_config,
+    print_profile,
     sampling,
 )
 from octavo.errors import ConfigError
@@ -43,6 +45,7 @@ def run_command(
     threads: ThreadsOption = 0,
     kv_memory: KvMemoryOption = "auto",
     kv_codec: KvCodecOption = "int8",
+    profile: ProfileOption = False,
 ) -> None:
     """Read a document, ask one question about it, print the answer.
 
@@ -57,8 +60,8 @@ def run_command(
 
     out, err = Console(soft_wrap=True), Console(stderr=True)
     with err.status("loading the model"):
-        llm = LLM.from_engine(build_engine(model, local_config(threads, kv_memory, kv_codec)))
-    with llm:
+        engine = build_engine(model, local_config(threads, kv_memory, kv_codec, profile=profile))
+    with LLM.from_engine(engine) as llm:
         if llm.tokenizer.has_chat_template and not raw:
             tokens = llm.tokenizer.apply_chat_template([{"role": "user", "content": text}])
         else:
@@ -67,6 +70,7 @@ def run_command(
             # A long document leaves less room than an answer usually takes; that is no reason to refuse it.
             max_tokens = max(1, min(DEFAULT_MAX_TOKENS, llm.engine.info.max_model_len - len(tokens)))
         print_answer(llm.stream(tokens, sampling(max_tokens, temperature, seed)), out, err)
+    print_profile(engine.profile, err)
 
 
 def _read(file: Path) -> str:

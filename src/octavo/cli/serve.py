@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
+from octavo.cli.options import print_profile
 from octavo.config import PAGE_SIZES, CachePolicy, EngineConfig, parse_bytes
 from octavo.engine.client import EngineInfo
 
@@ -138,6 +139,15 @@ def serve_command(
             envvar="OCTAVO_ISA", rich_help_panel=_COMPUTE, help="Instruction set of the cpu backend; auto: the best."
         ),
     ] = "auto",
+    profile: Annotated[
+        bool,
+        typer.Option(
+            "--profile",
+            envvar="OCTAVO_PROFILE",
+            rich_help_panel=_COMPUTE,
+            help="Say at the end where the time of the steps went.",
+        ),
+    ] = False,
 ) -> None:
     """Serve MODEL over an OpenAI-compatible API, with a page at / to chat and to watch the cache.
 
@@ -159,6 +169,7 @@ def serve_command(
         max_num_seqs=max_num_seqs,
         step_tokens=step_tokens,
         isa=isa,
+        profile=profile,
         policy=CachePolicy(
             key_codec=k_codec or kv_codec, value_codec=v_codec or kv_codec, prefix_cache=not no_prefix_cache
         ),
@@ -189,6 +200,7 @@ def serve_command(
         run_server(engine, settings, listener, ready=lambda: _announce(err, url, engine.info, open_page))
     finally:
         engine.close()
+        print_profile(engine.profile, err)
 
 
 def _announce(err: Console, url: str, info: EngineInfo, open_page: bool) -> None:

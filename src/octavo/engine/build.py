@@ -18,6 +18,7 @@ from octavo.models.decoder import Decoder
 from octavo.models.loading.load import LoadedModel, load_model
 from octavo.models.spec import ModelSpec
 from octavo.ops.base import SPLIT_PAGES, Ops
+from octavo.ops.profile import Profile, ProfiledOps
 
 #: Share of free memory that the cache takes when the budget is left open.
 DEFAULT_MEMORY_SHARE = 0.25
@@ -43,7 +44,10 @@ def assemble_engine(model: LoadedModel, config: EngineConfig, model_name: str | 
         )
     footprint = plan(spec.cache_spec(), config.page_size, policy.key_codec, policy.value_codec, budget)
     max_model_len = fitting_length(footprint, spec, config, budget)
-    ops = make_ops(config)
+    ops, profile = make_ops(config), None
+    if config.profile:
+        profile = Profile()
+        ops = ProfiledOps(ops, profile)
     decoder = Decoder(spec, model.weights, ops, config.page_size)
     cache = KVCache(footprint, prefix_cache=policy.prefix_cache)
     scheduler = Scheduler(
@@ -63,7 +67,8 @@ def assemble_engine(model: LoadedModel, config: EngineConfig, model_name: str | 
         kv_memory_bytes=footprint.arena_bytes,
         prefix_cache=policy.prefix_cache,
     )
-    return Engine(info, model.tokenizer, ops, Runner(decoder, ops, cache), cache, scheduler, max_queue=config.max_queue)
+    runner = Runner(decoder, ops, cache)
+    return Engine(info, model.tokenizer, ops, runner, cache, scheduler, max_queue=config.max_queue, profile=profile)
 
 
 def make_ops(config: EngineConfig) -> Ops:

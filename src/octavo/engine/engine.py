@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -36,6 +36,7 @@ from octavo.engine.scheduler import ScheduledSequence, Scheduler
 from octavo.engine.snapshot import engine_stats, page_map
 from octavo.errors import CodecRangeError, EngineStopped, OutOfPages, OverloadedError, RequestError
 from octavo.ops.base import Ops
+from octavo.ops.profile import Profile
 from octavo.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -84,8 +85,10 @@ class Engine:
         scheduler: Scheduler,
         *,
         max_queue: int,
+        profile: Profile | None = None,
     ) -> None:
         self.info = info
+        self.profile = profile
         self.tokenizer = tokenizer
         self._ops = ops
         self._runner = runner
@@ -170,7 +173,8 @@ class Engine:
             while not self._closing:
                 self._receive(wait=not self._scheduler.has_work())
                 if self._scheduler.has_work():
-                    self._step()
+                    with nullcontext() if self.profile is None else self.profile.step():
+                        self._step()
                 self._stats = self._snapshot()
         except Exception as error:
             self._died = error
