@@ -28,7 +28,7 @@ struct Weights {
   bool fresh;
 };
 
-/// out[r][column ..] = the beginning + sum over k in order of w[r][k] * row k of the reader, for R rows and 8 N columns.
+/// out[r][column ..] = the beginning + sum over k in order of w[r][k] * row k of the reader: R rows and 8 N columns.
 template <int R, int N, bool kAhead, class Reader>
 OCTAVO_INLINE void multiply_tile(const Reader& reader, size_t begin, size_t end, size_t column, const Weights& weights,
                                  const uint8_t* ahead, size_t columns, float* out, size_t out_step) {
@@ -92,8 +92,8 @@ OCTAVO_INLINE void multiply_plane(const Reader& reader, const AffineTerms& terms
     }
     float base[R];
     for (int r = 0; r < R; ++r) base[r] = hsum(sum[r]);
-    multiply_columns<R, kAhead>(reader, 0, rows, c, min_of(columns, c + kAffineGroup), {scaled, rows, base, fresh}, ahead,
-                                columns, out, out_step);
+    multiply_columns<R, kAhead>(reader, 0, rows, c, min_of(columns, c + kAffineGroup), {scaled, rows, base, fresh},
+                                ahead, columns, out, out_step);
   }
 }
 

@@ -189,7 +189,6 @@ void Step::cut_tasks(int threads) {
     for (Tile& tile : tiles_) tile.in_splits = false;
   }
 
-  const auto add = [&](uint32_t split, std::initializer_list<uint32_t> tiles) { add_task(split, tiles.begin(), tiles.size()); };
   std::vector<size_t> first_alone(tiles_.size(), 0);  // splits before it are shared
   for (const auto& tiles : shared) {
     const auto split = static_cast<uint32_t>(first_alone[tiles[0]]);
@@ -201,12 +200,12 @@ void Step::cut_tasks(int threads) {
     tile.in_splits |= few;
     tile_rows_ = std::max(tile_rows_, tile.n_rows * group);
     if (!tile.in_splits) {
-      add(kAllSplits, {t});
+      add_task(kAllSplits, &t, 1);
       continue;
     }
     tile.partial = n_partials_;
     n_partials_ += tile.n_rows * group * heads * tile.n_splits;
-    for (size_t s = first_alone[t]; s < tile.n_splits; ++s) add(static_cast<uint32_t>(s), {t});
+    for (size_t s = first_alone[t]; s < tile.n_splits; ++s) add_task(static_cast<uint32_t>(s), &t, 1);
   }
 }
 
