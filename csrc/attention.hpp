@@ -29,8 +29,6 @@ struct CacheLayout {
   std::vector<PageLayout> formats;   ///< by format id
 };
 
-inline constexpr size_t kMaxSplitPages = 64;
-
 /// Throws std::invalid_argument where kernels cannot work on the shape.
 void check_cache(const CacheLayout& cache);
 

@@ -1,12 +1,15 @@
 // What the attention kernels are given. Read by kernel sources too: plain data only, no code.
 //
 // Arithmetic. A query head of one token reads the pages before the token's own in sealed form, its own exactly. Pages
-// are taken in splits of split_pages, counted from position 0. Within a split: all scores (a chain of multiply-adds
-// over channels in order, from zero), their maximum, exp(score - maximum), the sum of these (lane j adds the tokens
-// j, j + 8, ... in order; then the lanes in hsum's order), and the sum of values weighted by them (a chain over tokens
-// in order, from zero). In pages with scales both chains run over the codes, with the scales folded into the query and
-// into the weights, and take the minima's part (a sum in lanes) at each page's beginning. Splits are merged from left to
-// right. So the result depends on the query and on the pages it reads, and on nothing else.
+// are taken in splits of split_pages, counted from position 0. Within a split: all scores (in bits: a chain of multiply-adds
+// over channels in order, from zero), their maximum, the weights 2^(score - maximum), the sum of these (per page lane j
+// adds the tokens j, j + 8, ... in order; then page by page; then the lanes in hsum's order), and the sum of values by
+// weight (a chain over tokens in order, from zero). Splits are merged from left to right. So the result depends on the
+// query and on the pages it reads, and on nothing else.
+//
+// Pages of affine codecs are multiplied by their codes, in integers (attention_multiply.hpp): the query as rounded to 16
+// bits with each page's scales; the weights likewise, relative to the largest of the page, so that a page far below the
+// split's maximum loses nothing; the page's sums are then added to the split's.
 //
 // Values stored in the rotated basis add up in a chain of their own, which is rotated back once per split and added.
 #pragma once
@@ -14,6 +17,8 @@
 #include "codecs.hpp"
 
 namespace octavo {
+
+inline constexpr size_t kMaxSplitPages = 64;
 
 struct AttentionShape {
   PlaneShape plane;    ///< n_heads counts KV heads
@@ -34,7 +39,7 @@ struct RowJob {
   const AttentionShape* shape;
   size_t rope_dim;
   float norm_eps;
-  float softmax_scale;    ///< multiplied into the query
+  float score_scale;      ///< multiplied into the query: the softmax's scale / ln 2, since weights are powers of two
   const float* qkv;       ///< [(group + 2) * n_heads * head_dim], q then k then v
   const float* q_norm;    ///< [head_dim] or null
   const float* k_norm;

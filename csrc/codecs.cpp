@@ -8,8 +8,6 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
-using u8x8 = uint8_t __attribute__((vector_size(8)));
-
 constexpr int32_t kExponent = 0x7f800000;
 
 /// The eight low halves.
@@ -124,23 +122,26 @@ CodecStatus encode_affine(const PlaneShape& s, Role role, const float* x, float*
   float *scale = work, *minimum = work + rows * ceil_div(columns, kAffineGroup);
   const CodecStatus status = fit_affine(x, rows, columns, levels, scale, minimum, scales, minima);
   if (status != CodecStatus::ok) return status;
-  for (size_t r = 0; r < rows; ++r)
-    for_tiles(columns, [&]<int N>(size_t c) {
-      const size_t at = c / kAffineGroup * rows + r;
-      const f32x8 by = set1(scale[at]), from = set1(minimum[at]);
-      const auto code = [&](size_t i) {
-        const f32x8 steps = (loadf(x + r * columns + c + 8 * i) - from) / by;
-        return code_of(min(max(steps, set1(0.0f)), set1(levels)));
+  const auto code = [&](size_t r, size_t c) {
+    const size_t at = c / kAffineGroup * rows + r;
+    const f32x8 steps = (loadf(x + r * columns + c) - set1(minimum[at])) / set1(scale[at]);
+    return code_of(min(max(steps, set1(0.0f)), set1(levels)));
+  };
+  for (size_t r = 0; r < rows; r += 2)
+    for_tiles<2>(columns, [&]<int N>(size_t c) {
+      // Columns c .. of the two rows in turn, 16 bits each; less the middle, in kBits of two's complement.
+      const auto pairs = [&](size_t i) {
+        return bits<u16x16>(code(r, c + 8 * i) | code(r + 1, c + 8 * i) << 16) ^ uint16_t{1 << (kBits - 1)};
       };
-      uint8_t* out = codes + (r * columns + c) * kBits / 8;
+      uint8_t* out = codes + (r * columns + 2 * c) * kBits / 8;
       if constexpr (kBits == 8) {
-        for (size_t j = 0; j < N; ++j) store(out + 8 * j, __builtin_convertvector(code(j), u8x8));
-      } else if constexpr (N == 1) {
-        const i32x8 v = code(0);
-        for (int j = 0; j < 4; ++j) out[j] = static_cast<uint8_t>(v[j] | v[j + 4] << 4);
+        for (size_t i = 0; i < N; ++i) store(out + 16 * i, __builtin_convertvector(pairs(i), u8x16));
+      } else if constexpr (N == 2) {
+        store(out, __builtin_convertvector(pairs(0) | pairs(1) << 4, u8x16));
       } else {
-        for (size_t j = 0; j < N / 2; ++j)
-          store(out + 8 * j, __builtin_convertvector(code(j) | code(j + N / 2) << 4, u8x8));
+        uint16_t v[16];
+        store(v, pairs(0));
+        store(out, __builtin_convertvector(load<u16x8>(v) | load<u16x8>(v + 8) << 4, u8x8));
       }
     });
   return CodecStatus::ok;
@@ -178,26 +179,42 @@ CodecStatus encode_head(const PlaneShape& shape, Coding coding, size_t head, con
   __builtin_unreachable();
 }
 
-CodecStatus decode_head(const PlaneShape& shape, Coding coding, size_t head, const uint8_t* plane, float* scratch,
-                        float* out) {
+CodecStatus decode_affine(const PlaneShape& shape, Coding coding, size_t head, const uint8_t* plane, float* scratch,
+                          float* out) {
   AffineTerms terms;
   if (!read_terms(shape, coding, head, plane, &terms)) return CodecStatus::bad_scale;
   const size_t rows = n_rows(shape, coding.role), columns = n_columns(shape, coding.role);
-  with_reader(shape, coding, head, plane, [&](const auto& reader) { read_all(reader, rows, columns, plane, out); });
   const size_t n = n_scales(shape, coding);
   float *scale = scratch, *minimum = scratch + n;
   for (size_t i = 0; i < n; i += 8) {
     store(scale + i, load_f16(terms.scales + 2 * i));
     store(minimum + i, load_f16(terms.minima + 2 * i));
   }
-  if (n != 0)
-    for (size_t r = 0; r < rows; ++r)
-      for (size_t c = 0; c < columns; c += 8) {
-        const size_t at = c / kAffineGroup * rows + r;
-        // code * scale is exact, so that a fused operation gives the same bits as two.
-        float* v = out + r * columns + c;
-        store(v, fma(loadf(v), set1(scale[at]), set1(minimum[at])));
-      }
+  with_codes(shape, coding, head, plane, [&](const auto& reader) {
+    for_tiles<2>(columns, [&]<int N>(size_t c) {
+      auto cursor = reader.template at<N>(0, c);
+      for (size_t r = 0; r < rows; r += 2, cursor.next())
+        for (int i = 0; i < N; ++i) {
+          const size_t column = c + 8 * static_cast<size_t>(i), at = column / kAffineGroup * rows + r;
+          const i32x8 pair = bits<i32x8>(cursor.get(i));
+          // code * scale is exact, so that a fused operation gives the same bits as two.
+          const auto value = [&](i32x8 code, size_t k) {
+            return fma(to_f32(code + set1i(middle(coding.codec))), set1(scale[k]), set1(minimum[k]));
+          };
+          store(out + r * columns + column, value(pair << 16 >> 16, at));
+          store(out + (r + 1) * columns + column, value(pair >> 16, at + 1));
+        }
+    });
+  });
+  return CodecStatus::ok;
+}
+
+CodecStatus decode_head(const PlaneShape& shape, Coding coding, size_t head, const uint8_t* plane, float* scratch,
+                        float* out) {
+  if (is_affine(coding.codec)) return decode_affine(shape, coding, head, plane, scratch, out);
+  const size_t rows = n_rows(shape, coding.role), columns = n_columns(shape, coding.role);
+  with_values(shape, coding, head, plane,
+              [&](const auto& reader) { read_values(reader, rows, columns, plane, out); });
   return CodecStatus::ok;
 }
 

@@ -1,10 +1,10 @@
-// Readers: a head's stored plane as rows of f32, a few vectors at a time. Rows are channels and columns tokens for
-// keys, rows tokens and columns channels for values. int8 and int4 are affine: what their readers give are the codes,
-// and a row's values in one group of columns are code * scale + minimum. Kernel sources only, as simd.hpp.
+// Readers: a head's stored plane, a few vectors at a time. Rows are channels and columns tokens for keys, rows tokens
+// and columns channels for values. Kernel sources only, as simd.hpp.
 //
-// A reader's at<N>(r, c) is a cursor on the 8 N values of row r from column c on: get(i) is the i-th vector, in the
-// stored basis, next() goes to the row below. N is 1, 2 or 4: a caller covers a row by fours, then a two, then a one,
-// which are the runs that int4 packs by.
+// A reader's at<N>(r, c) is a cursor on 8 N columns from c on: get(i) is the i-th vector, in the stored basis, next()
+// goes on downwards. Exact codecs give row r as f32. int8 and int4 are affine: they give the codes of rows r and r + 1,
+// r even, as 16-bit integers side by side, ready for products that add up in pairs. Codes are given as stored, less
+// their middle: a row's values in one group of columns are (code + middle) * scale + minimum.
 #pragma once
 
 #include "codecs.hpp"
@@ -16,6 +16,9 @@ namespace octavo::OCTAVO_ISA {
 inline constexpr size_t kAffineGroup = 64;
 
 OCTAVO_INLINE bool is_affine(CodecId codec) { return codec == CodecId::int8 || codec == CodecId::int4; }
+
+/// What stored codes lack.
+OCTAVO_INLINE int32_t middle(CodecId codec) { return codec == CodecId::int8 ? 128 : 8; }
 
 OCTAVO_INLINE size_t ceil_div(size_t a, size_t b) { return (a + b - 1) / b; }
 
@@ -111,16 +114,16 @@ struct Code8Reader {
   struct Cursor {
     const uint8_t* p;
     size_t step;
-    OCTAVO_MEMBER f32x8 get(int i) const { return to_f32(load_u8(p + 8 * i)); }
+    OCTAVO_MEMBER i16x16 get(int i) const { return load_i8x16(p + 16 * i); }
     OCTAVO_MEMBER void next() { p += step; }
   };
   template <int N>
   OCTAVO_MEMBER Cursor at(size_t r, size_t c) const {
-    return {p + r * columns + c, columns};
+    return {p + r * columns + 2 * c, 2 * columns};
   }
 };
 
-/// Codes of int4.
+/// Codes of int4. N is 1 or 2: a caller covers a row by twos, then a one, which are the runs that the codes are packed by.
 struct Code4Reader {
   static constexpr size_t kBits = 4;
   const uint8_t* p;
@@ -130,100 +133,134 @@ struct Code4Reader {
   struct Cursor {
     const uint8_t* p;
     size_t step;
-    OCTAVO_MEMBER f32x8 get(int i) const {
-      if constexpr (N == 1) {  // a run of 8: four bytes
-        uint32_t w;
-        __builtin_memcpy(&w, p, 4);
-        const u32x8 codes = u32x8{w, w, w, w, w, w, w, w} >> u32x8{0, 8, 16, 24, 4, 12, 20, 28};
-        return to_f32(bits<i32x8>(codes) & set1i(15));
+    OCTAVO_MEMBER i16x16 get(int i) const {
+      if constexpr (N == 1) {
+        const i16x8 both = __builtin_convertvector(load<i8x8>(p), i16x8), low = both << 12 >> 12, high = both >> 4;
+        return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
       } else {
-        // Both halves load the bytes: holding them for the other would spill a sum of three rows by four vectors.
-        const uint8_t* at = p + 8 * (i % (N / 2));
-        asm("" : "+r"(at));
-        const i32x8 both = load_u8(at);
-        return to_f32(i < N / 2 ? both & set1i(15) : both >> 4);
+        const i16x16 both = load_i8x16(p);
+        return i == 0 ? both << 12 >> 12 : both >> 4;
       }
     }
     OCTAVO_MEMBER void next() { p += step; }
   };
   template <int N>
   OCTAVO_MEMBER Cursor<N> at(size_t r, size_t c) const {
-    return {p + (r * columns + c) / 2, columns / 2};
+    return {p + r * columns / 2 + c, columns};
   }
 };
 
-/// Where one head's scales and minima lie, f16 [groups][rows] each; null where the codec has none.
+/// Codes of either, unpacked.
+struct Code16Reader {
+  static constexpr size_t kBits = 16;
+  const int16_t* p;  ///< [rows / 2][columns][2]
+  size_t columns;
+
+  struct Cursor {
+    const int16_t* p;
+    size_t step;
+    OCTAVO_MEMBER i16x16 get(int i) const { return load<i16x16>(p + 16 * i); }
+    OCTAVO_MEMBER void next() { p += step; }
+  };
+  template <int N>
+  OCTAVO_MEMBER Cursor at(size_t r, size_t c) const {
+    return {p + r * columns + 2 * c, 2 * columns};
+  }
+};
+
+/// Where one head's scales and minima lie, f16 [groups][rows] each, and the largest scale.
 struct AffineTerms {
   const uint8_t* scales;
   const uint8_t* minima;
+  float top;
 };
 
 /// False where a stored scale is not a positive number, or a minimum no number.
 OCTAVO_INLINE bool read_terms(const PlaneShape& s, Coding c, size_t head, const uint8_t* plane, AffineTerms* terms) {
-  const size_t n = n_scales(s, c);
-  *terms = {nullptr, nullptr};
-  if (n == 0) return true;
   const HeadParts parts = head_parts(s, c, head);
-  *terms = {plane + parts.scales, plane + parts.minima};
+  *terms = {plane + parts.scales, plane + parts.minima, 0};
   // The bits of positive finite f16 are 1 to 0x7bff; with one taken off, zero and negative numbers lie above them.
   u16x8 scale = {}, minimum = {};
+  const size_t n = n_scales(s, c);
   for (size_t i = 0; i < n; i += 8) {
     scale = max(scale, load<u16x8>(terms->scales + 2 * i) - 1);
     minimum = max(minimum, load<u16x8>(terms->minima + 2 * i) & 0x7fff);
+    pin(scale);
+    pin(minimum);
   }
-  return hmax(scale) < 0x7bff && hmax(minimum) < 0x7c00;
+  const uint16_t top = hmax(scale);
+  const u16x8 bits = u16x8{} + static_cast<uint16_t>(top + 1);
+  terms->top = load_f16(&bits)[0];
+  return top < 0x7bff && hmax(minimum) < 0x7c00;
 }
 
-/// Calls f(reader) with the reader of one head.
+/// Calls f(reader) with the reader of one head that is stored exactly.
 template <class F>
-OCTAVO_INLINE void with_reader(const PlaneShape& s, Coding c, size_t head, const uint8_t* plane, F&& f) {
-  const uint8_t* codes = plane + head_parts(s, c, head).codes;
+OCTAVO_INLINE void with_values(const PlaneShape& s, Coding c, size_t head, const uint8_t* plane, F&& f) {
+  const uint8_t* values = plane + head_parts(s, c, head).codes;
   const size_t columns = n_columns(s, c.role);
   switch (c.codec) {
-    case CodecId::f32: return f(F32Reader{codes, columns});
-    case CodecId::f16: return f(F16Reader{codes, columns});
-    case CodecId::bf16: return f(BF16Reader{codes, columns});
-    case CodecId::int8: return f(Code8Reader{codes, columns});
-    case CodecId::int4: return f(Code4Reader{codes, columns});
+    case CodecId::f16: return f(F16Reader{values, columns});
+    case CodecId::bf16: return f(BF16Reader{values, columns});
+    default: return f(F32Reader{values, columns});
   }
-  __builtin_unreachable();
 }
 
-/// A cursor on another head's codes, to ask for their cache lines: while one page is read the next is on its way. Any
-/// address is allowed.
-template <class Reader, int N>
+/// Calls f(reader) with the reader of one head's codes.
+template <class F>
+OCTAVO_INLINE void with_codes(const PlaneShape& s, Coding c, size_t head, const uint8_t* plane, F&& f) {
+  const uint8_t* codes = plane + head_parts(s, c, head).codes;
+  const size_t columns = n_columns(s, c.role);
+  if (c.codec == CodecId::int8) return f(Code8Reader{codes, columns});
+  f(Code4Reader{codes, columns});
+}
+
+/// Asks for the cache lines of another head's codes: while one page is read the next is on its way. Any address is
+/// allowed.
 struct Ahead {
   const uint8_t* p;
   size_t step;
-  OCTAVO_MEMBER Ahead(const uint8_t* codes, size_t columns, size_t r, size_t c)
-      : p(codes + (r * columns + c) * Reader::kBits / 8), step(columns * Reader::kBits / 8) {}
+  /// first: bytes to pass over; step: bytes per call of next.
+  OCTAVO_MEMBER Ahead(const uint8_t* codes, size_t first, size_t bytes) : p(codes + first), step(bytes) {}
   OCTAVO_MEMBER void next() {
-    for (size_t i = 0; i < N * Reader::kBits; i += 64) __builtin_prefetch(p + i);
+    for (size_t i = 0; i < step; i += 64) __builtin_prefetch(p + i);
     p += step;
   }
 };
 
-/// Calls f.template operator()<N>(column) for tiles of 8 N columns that cover `columns`.
-template <class F>
+/// Calls f.template operator()<N>(column) for tiles of 8 N columns that cover `columns`, N at most kWidest.
+template <int kWidest, class F>
 OCTAVO_INLINE void for_tiles(size_t columns, F&& f) {
   size_t c = 0;
-  for (; c + 32 <= columns; c += 32) f.template operator()<4>(c);
-  if (c + 16 <= columns) {
-    f.template operator()<2>(c);
-    c += 16;
-  }
+  if constexpr (kWidest == 4)
+    for (; c + 32 <= columns; c += 32) f.template operator()<4>(c);
+  for (; c + 16 <= columns; c += 16) f.template operator()<2>(c);
   if (c < columns) f.template operator()<1>(c);
 }
 
-/// All rows of a reader into out [rows][columns]. ahead: another head's codes.
+/// All rows of a reader of values into out [rows][columns]. ahead: another head's values.
 template <class Reader>
-OCTAVO_INLINE void read_all(const Reader& reader, size_t rows, size_t columns, const uint8_t* ahead, float* out) {
-  for_tiles(columns, [&]<int N>(size_t c) {
+OCTAVO_INLINE void read_values(const Reader& reader, size_t rows, size_t columns, const uint8_t* ahead, float* out) {
+  for_tiles<4>(columns, [&]<int N>(size_t c) {
     auto cursor = reader.template at<N>(0, c);
-    Ahead<Reader, N> fetch(ahead, columns, 0, c);
+    Ahead fetch(ahead, rows * c * Reader::kBits / 8, N * Reader::kBits);
     for (size_t r = 0; r < rows; ++r) {
       fetch.next();
       for (int i = 0; i < N; ++i) store(out + r * columns + c + 8 * static_cast<size_t>(i), cursor.get(i));
+      cursor.next();
+    }
+  });
+}
+
+/// All rows of a reader of codes into out [rows / 2][columns][2]. ahead: another head's codes.
+template <class Reader>
+OCTAVO_INLINE void read_codes(const Reader& reader, size_t rows, size_t columns, const uint8_t* ahead, int16_t* out) {
+  for_tiles<2>(columns, [&]<int N>(size_t c) {
+    auto cursor = reader.template at<N>(0, c);
+    Ahead fetch(ahead, rows * c * Reader::kBits / 8, 2 * N * Reader::kBits);
+    for (size_t r = 0; r < rows; r += 2) {
+      fetch.next();
+      for (int i = 0; i < N; ++i) store(out + r * columns + 2 * (c + 8 * static_cast<size_t>(i)), cursor.get(i));
       cursor.next();
     }
   });

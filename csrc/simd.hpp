@@ -40,7 +40,13 @@ using f32x8 = float __attribute__((vector_size(32)));
 using i32x8 = int32_t __attribute__((vector_size(32)));
 using u32x8 = uint32_t __attribute__((vector_size(32)));
 using i16x16 = int16_t __attribute__((vector_size(32)));
+using u16x16 = uint16_t __attribute__((vector_size(32)));
 using u16x8 = uint16_t __attribute__((vector_size(16)));
+using i16x8 = int16_t __attribute__((vector_size(16)));
+using i8x16 = int8_t __attribute__((vector_size(16)));
+using u8x16 = uint8_t __attribute__((vector_size(16)));
+using i8x8 = int8_t __attribute__((vector_size(8)));
+using u8x8 = uint8_t __attribute__((vector_size(8)));
 using i8x32 = int8_t __attribute__((vector_size(32)));
 using u8x32 = uint8_t __attribute__((vector_size(32)));
 
@@ -193,18 +199,34 @@ OCTAVO_INLINE u16x8 max(u16x8 a, u16x8 b) {
 OCTAVO_INLINE f32x8 to_f32(i32x8 a) { return __builtin_convertvector(a, f32x8); }
 /// Nearest integer, ties to even, for |a| < 2^22. Other values give an unspecified integer.
 OCTAVO_INLINE i32x8 round_to_int(f32x8 a) {
+#if OCTAVO_AVX2
+  return bits<i32x8>(_mm256_cvtps_epi32(a));
+#else
   const f32x8 magic = set1(12582912.0f);  // 1.5 * 2^23: the sum's low mantissa bits are the integer
   return bits<i32x8>(a + magic) - bits<i32x8>(magic);
+#endif
 }
 
 /// Sum of the lanes in a fixed order: ((0+4)+(2+6)) + ((1+5)+(3+7)).
 OCTAVO_INLINE float hsum(f32x8 a) {
+#if OCTAVO_AVX2
+  const __m128 four = _mm256_castps256_ps128(a) + _mm256_extractf128_ps(a, 1), two = four + _mm_movehl_ps(four, four);
+  return two[0] + two[1];
+#else
   return ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7]));
+#endif
 }
+/// Largest lane; which of two zeros is unspecified.
 OCTAVO_INLINE float hmax(f32x8 a) {
+#if OCTAVO_AVX2
+  __m128 m = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  m = _mm_max_ps(m, _mm_movehl_ps(m, m));
+  return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
+#else
   float m = a[0];
   for (int i = 1; i < 8; ++i) m = m < a[i] ? a[i] : m;
   return m;
+#endif
 }
 OCTAVO_INLINE int32_t hsum(i32x8 a) { return a[0] + a[1] + a[2] + a[3] + a[4] + a[5] + a[6] + a[7]; }
 OCTAVO_INLINE int32_t hmax(i32x8 a) {
@@ -213,9 +235,13 @@ OCTAVO_INLINE int32_t hmax(i32x8 a) {
   return m;
 }
 OCTAVO_INLINE uint16_t hmax(u16x8 a) {
+#if OCTAVO_AVX2
+  return static_cast<uint16_t>(~_mm_cvtsi128_si32(_mm_minpos_epu16(bits<__m128i>(~a))));
+#else
   uint16_t m = a[0];
   for (int i = 1; i < 8; ++i) m = m < a[i] ? a[i] : m;
   return m;
+#endif
 }
 
 // ---- half precision ----
@@ -259,6 +285,14 @@ OCTAVO_INLINE i32x8 load_u8(const void* p) {
   uint8_t t[8];
   memcpy(t, p, sizeof t);
   return i32x8{t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7]};
+#endif
+}
+/// Sixteen signed bytes -> 16-bit lanes.
+OCTAVO_INLINE i16x16 load_i8x16(const void* p) {
+#if OCTAVO_AVX2
+  return bits<i16x16>(_mm256_cvtepi8_epi16(_mm_loadu_si128(static_cast<const __m128i*>(p))));
+#else
+  return __builtin_convertvector(load<i8x16>(p), i16x16);
 #endif
 }
 /// Eight signed bytes -> i32 lanes.
@@ -390,6 +424,17 @@ OCTAVO_INLINE i16x16 pack_i16(i32x8 a, i32x8 b) {
     t[8 + i] = static_cast<int16_t>(b[i]);
   }
   return load<i16x16>(t);
+#endif
+}
+
+/// Eight values in -32768..32767 to 16 bits each.
+OCTAVO_INLINE void store_i16(int16_t* p, i32x8 a) {
+#if OCTAVO_AVX2
+  const __m256i v = bits<__m256i>(a);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                   _mm_packs_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1)));
+#else
+  for (int i = 0; i < 8; ++i) p[i] = static_cast<int16_t>(a[i]);
 #endif
 }
 

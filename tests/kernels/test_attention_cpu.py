@@ -29,14 +29,18 @@ def same_bits(a: F32, b: F32) -> bool:
     return np.array_equal(a.view(np.uint32), b.view(np.uint32))
 
 
-def check(world: World, seq: Seq, *, tolerance: float = 2e-6) -> None:
+def check(world: World, seq: Seq, *, tolerance: float | None = None) -> None:
     """Outputs near the definition, and (without rotary embedding, where exact keys are known) sealed bytes
-    equal to it."""
+    equal to it. Over affine pages queries and weights are rounded to 16 bits."""
     out = seq.outputs()
+    affine = any(placed.codec.name in ("int8", "int4") for fmt in world.formats for placed in (*fmt.keys, *fmt.values))
+    tolerance = tolerance or (2e-4 if affine else 2e-6)
     for layer in range(world.shape.n_layers):
         expected, keys, values = reference(world, seq, layer, out.shape[1])
         assert np.isfinite(out[layer]).all()
-        assert np.abs(out[layer] - expected).max() <= tolerance * np.abs(expected).max()
+        error, peak = out[layer] - expected, np.abs(expected).max()
+        assert np.abs(error).max() <= tolerance * peak
+        assert np.sqrt(np.square(error).mean()) <= tolerance / 8 * peak
         for page in range(out.shape[1] // world.shape.page_size):
             span = slice(page * world.shape.page_size, (page + 1) * world.shape.page_size)
             fmt = world.formats[seq.format_of(page)]
@@ -66,7 +70,7 @@ def test_shapes(page_size: int, head_dim: int) -> None:
         world = World(shape, MIXED, pages=16, seed=group)
         seq = world.sequence(3 * page_size + 5, lambda page: (page * 2 + 1) % len(MIXED), seed=head_dim)
         world.run(seq, [page_size - 1, 1, page_size + 3, page_size - 1, 1, 1, 1])
-        check(world, seq, tolerance=5e-6)
+        check(world, seq, tolerance=3e-4)
 
 
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 63, 64, 65, 255, 256, 257, 300])
@@ -212,13 +216,13 @@ def test_sharp_and_flat_scores() -> None:
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
 def test_extreme_codes(codec: str) -> None:
-    """Every code at the end of its range. Scores reach 100, so their rounding alone is 1e-5 in a weight."""
+    """Every code at the end of its range. Scores reach 100, so queries' rounding shows."""
     world = World(Shape(n_kv_heads=2, group=3), [(codec, codec)])
     seq = world.sequence(200)
     keys = world.shape.group * 2 * 64
     seq.qkv[0, :, keys:] = np.sign(seq.qkv[0, :, keys:]) * 3
     world.run(seq, [199, 1])
-    check(world, seq, tolerance=2e-5)
+    check(world, seq, tolerance=4e-4)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -137,14 +137,31 @@ def test_stored_order_of_exact_codecs(data: st.DataObject) -> None:
     assert flat[index] == x[t, h, c]
 
 
-@pytest.mark.parametrize(("length", "byte", "nibble", "code"), [(32, 5, 0, 5), (32, 5, 1, 21), (16, 3, 1, 11)])
-def test_packing_of_int4_keys(length: int, byte: int, nibble: int, code: int) -> None:
-    plane = Plane(Role.KEY, length, 1, 8)
-    x = np.zeros((length, 1, 8), np.float32)
-    x[code, 0, 2] = 15.0
-    data = get_codec("int4").encode(x, plane)
-    assert data[2 * (length // 2) + byte] == 15 << (4 * nibble)
-    assert np.count_nonzero(data[: plane.n_values // 2]) == 1
+@pytest.mark.parametrize(
+    ("name", "channels", "length", "channel", "token", "byte", "low", "high"),
+    [
+        # Of two channels in turn: token 13 of channel 5 is the 27th of its pair of rows.
+        ("int8", 8, 32, 5, 13, 2 * 64 + 27, 0x7F, 0x7F),
+        ("int8", 8, 16, 4, 13, 2 * 32 + 26, 0x7F, 0x7F),
+        # Runs of 32 codes in 16 bytes, the first half in the low four bits: tokens 0 to 15 of two channels.
+        ("int4", 8, 32, 2, 5, 32 + 10, 0x7, 0x8),
+        ("int4", 8, 32, 3, 5, 32 + 11, 0x7, 0x8),
+        ("int4", 8, 32, 2, 13, 32 + 10, 0x8, 0x7),
+        ("int4", 8, 32, 3, 21, 32 + 16 + 11, 0x7, 0x8),
+        ("int4", 8, 32, 7, 31, 96 + 16 + 15, 0x8, 0x7),
+    ],
+)
+def test_packing_of_keys(
+    name: str, channels: int, length: int, channel: int, token: int, byte: int, low: int, high: int
+) -> None:
+    plane = Plane(Role.KEY, length, 1, channels)
+    x = np.zeros((length, 1, channels), np.float32)
+    x[token, 0, channel] = 15.0
+    data = get_codec(name).encode(x, plane)
+    codes = data[: channels * length * (8 if name == "int8" else 4) // 8]
+    assert codes[byte] == (low if name == "int8" else low | high << 4)
+    codes[byte] = 0x80 if name == "int8" else 0x88
+    assert (codes == codes[byte]).all()
 
 
 EXTREMES = {
@@ -302,18 +319,18 @@ def test_rotation_flag_of_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "byte", "low", "high"),
-    [(40, 18, 34, 38), (56, 27, 51, 55), (80, 33, 65, 73), (80, 15, 15, 31), (96, 40, 72, 88)],
+    ("head_dim", "channel", "byte", "nibble"),
+    [(40, 31, 30, 1), (40, 33, 32 + 2, 0), (40, 37, 32 + 2, 1), (56, 50, 48 + 4, 0), (56, 54, 48 + 4, 1), (8, 7, 6, 1)],
 )
-def test_packing_of_int4_values_in_shorter_runs(head_dim: int, byte: int, low: int, high: int) -> None:
-    """Written out for head_dim 40 = 32 + 8, 56 = 32 + 16 + 8, 80 = 32 + 32 + 16."""
+def test_packing_of_int4_values_with_a_shorter_run(head_dim: int, channel: int, byte: int, nibble: int) -> None:
+    """Two tokens of head_dim 40 fill two runs of 32 codes and one of 16, of 8 bytes."""
     plane = Plane(Role.VALUE, 16, 1, head_dim)
     x = np.zeros((16, 1, head_dim), np.float32)
-    x[3, 0, low], x[3, 0, high] = 5.0, 15.0
-    rest = [c for c in range(head_dim) if c not in (low, high)]
-    x[3, 0, rest[0]] = x[3, 0, rest[-1]] = 15.0
+    x[2, 0, channel] = 15.0
     data = get_codec("int4").encode(hadamard(x), plane)
-    assert data[3 * head_dim // 2 + byte] in (5 | 15 << 4, 5 | 14 << 4)
+    assert data[head_dim + byte] >> 4 * nibble & 15 == 7
+    data[head_dim + byte] ^= 15 << 4 * nibble
+    assert (data[: 8 * head_dim] == 0x88).all()
 
 
 def test_int4_refuses_odd_head_dims() -> None:

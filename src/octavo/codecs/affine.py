@@ -10,7 +10,8 @@ minimum = min(x) rounded down to float16; scale = (max(x) - minimum) / levels ro
 levels, taken against both as stored; value = code * scale + minimum. A group whose values all equal the stored minimum
 takes MIN_SCALE.
 
-Bytes after the codes: scales float16 [n_heads, groups, rows], then minima of the same shape.
+Codes are stored less (levels + 1) / 2, in two's complement (so a sum of products rounds little, for codes are small),
+and in pairs of rows, [n_heads, rows / 2, length, 2] (kernels multiply 16-bit integers whose products add up in pairs). Bytes after the codes: scales float16 [n_heads, groups, rows], then minima of the same shape.
 """
 
 from __future__ import annotations
@@ -28,6 +29,21 @@ def scale_bytes(plane: Plane) -> int:
     """Bytes of a plane's scales and minima."""
     n_heads, rows, length = stored_shape(plane)
     return 4 * n_heads * rows * -(-length // GROUP)
+
+
+def stored_codes(codes: U8, levels: int) -> U8:
+    """Codes uint8 [n_heads, rows, length], 0 to levels -> contiguous [n_heads, rows / 2, length * 2], as stored but for
+    packing: the codes of two rows in turn, each less (levels + 1) / 2 in as many bits as `levels` has."""
+    n_heads, rows, length = codes.shape
+    pairs = codes.reshape(n_heads, rows // 2, 2, length).swapaxes(2, 3)
+    return np.ascontiguousarray(pairs).reshape(n_heads, rows // 2, 2 * length) ^ np.uint8((levels + 1) // 2)
+
+
+def codes_of(stored: U8, levels: int) -> U8:
+    """The inverse of `stored_codes`."""
+    n_heads, half, double = stored.shape
+    pairs = (stored ^ np.uint8((levels + 1) // 2)).reshape(n_heads, half, double // 2, 2).swapaxes(2, 3)
+    return np.ascontiguousarray(pairs).reshape(n_heads, 2 * half, double // 2)
 
 
 def quantize(y: F32, levels: int, plane: Plane, codec: str) -> tuple[U8, U8]:

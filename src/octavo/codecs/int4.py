@@ -9,17 +9,17 @@ page_size 32 and head_dim 64, 4.75 over both.
 
 Byte layout, T = ceil(page_size / 64), G = ceil(head_dim / 64):
 
-    keys     codes    uint8    [n_heads, head_dim, page_size / 2]
+    keys     codes    uint8    [n_heads, head_dim / 2, page_size]
              scales   float16  [n_heads, T, head_dim]
              minima   float16  [n_heads, T, head_dim]
-    values   codes    uint8    [n_heads, page_size, head_dim / 2]
+    values   codes    uint8    [n_heads, page_size / 2, head_dim]
              scales   float16  [n_heads, G, page_size]
              minima   float16  [n_heads, G, page_size]
 
-Codes are packed in runs along the last axis: runs of 32, then one of 16 and one of 8 where they are needed to
-fill it. Byte j of a run of r codes holds code j in its low four bits and code j + r / 2 in its high four, so
-that one mask and one shift give two vectors of consecutive codes. head_dim must be a multiple of 8. The codes
-of all heads come first, then all scales, then all minima.
+The codes of two rows in turn (`affine.stored_codes`) are packed in runs of 32, then one of 16 where it is needed to fill
+the row: byte j of a run of r codes holds code j in its low four bits and code j + r / 2 in its high four, so that one
+mask and one shift give two vectors of consecutive codes. head_dim must be a multiple of 8. The codes of all heads come
+first, then all scales, then all minima.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from octavo.codecs.affine import dequantize, quantize, scale_bytes
+from octavo.codecs.affine import codes_of, dequantize, quantize, scale_bytes, stored_codes
 from octavo.codecs.base import F32, U8, Plane, Role
 from octavo.codecs.layout import check_bytes, check_input, from_stored, require, stored_shape, to_stored
 from octavo.codecs.rotation import hadamard
@@ -36,7 +36,7 @@ from octavo.errors import ConfigError
 
 LEVELS = 15
 #: How many codes are packed together, longest first.
-RUNS = (32, 16, 8)
+RUNS = (32, 16)
 
 
 class Int4Codec:
@@ -44,8 +44,8 @@ class Int4Codec:
     kernel_id = 4
 
     def bytes_per_page(self, plane: Plane) -> int:
-        if plane.head_dim % RUNS[-1]:
-            raise ConfigError(f"int4 needs a head_dim that is a multiple of {RUNS[-1]}, got {plane.head_dim}")
+        if plane.head_dim % 8:
+            raise ConfigError(f"int4 needs a head_dim that is a multiple of 8, got {plane.head_dim}")
         return plane.n_values // 2 + scale_bytes(plane)
 
     def rotates(self, plane: Plane) -> bool:
@@ -57,13 +57,13 @@ class Int4Codec:
             x = hadamard(x)
             require(np.isfinite(x), "a value overflows when rotated", plane, self.name, head_axis=1)
         codes, stored = quantize(to_stored(x, plane), LEVELS, plane, self.name)
-        return np.concatenate([_pack(codes).reshape(-1), stored])
+        return np.concatenate([_pack(stored_codes(codes, LEVELS)).reshape(-1), stored])
 
     def decode(self, data: U8, plane: Plane) -> F32:
         data = check_bytes(data, self.bytes_per_page(plane), self.name)
         n_heads, rows, length = stored_shape(plane)
         n_codes = plane.n_values // 2
-        codes = _unpack(data[:n_codes].reshape(n_heads, rows, length // 2))
+        codes = codes_of(_unpack(data[:n_codes].reshape(n_heads, rows // 2, length)), LEVELS)
         x = from_stored(dequantize(codes, data[n_codes:], plane, self.name), plane)
         return hadamard(x) if self.rotates(plane) else x
 

@@ -8,10 +8,10 @@ channels share loses the rest.
 
 Byte layout, T = ceil(page_size / 64), G = ceil(head_dim / 64):
 
-    keys     codes    uint8    [n_heads, head_dim, page_size]
+    keys     codes    int8     [n_heads, head_dim / 2, page_size, 2]
              scales   float16  [n_heads, T, head_dim]
              minima   float16  [n_heads, T, head_dim]
-    values   codes    uint8    [n_heads, page_size, head_dim]
+    values   codes    int8     [n_heads, page_size / 2, head_dim, 2]
              scales   float16  [n_heads, G, page_size]
              minima   float16  [n_heads, G, page_size]
 
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from octavo.codecs.affine import dequantize, quantize, scale_bytes
+from octavo.codecs.affine import codes_of, dequantize, quantize, scale_bytes, stored_codes
 from octavo.codecs.base import F32, U8, Plane
 from octavo.codecs.layout import check_bytes, check_input, from_stored, stored_shape, to_stored
 
@@ -43,9 +43,10 @@ class Int8Codec:
     def encode(self, x: F32, plane: Plane) -> U8:
         y = to_stored(check_input(x, plane, self.name), plane)
         codes, stored = quantize(y, LEVELS, plane, self.name)
-        return np.concatenate([codes.reshape(-1), stored])
+        return np.concatenate([stored_codes(codes, LEVELS).reshape(-1), stored])
 
     def decode(self, data: U8, plane: Plane) -> F32:
         data = check_bytes(data, self.bytes_per_page(plane), self.name)
-        codes = data[: plane.n_values].reshape(stored_shape(plane))
+        n_heads, rows, length = stored_shape(plane)
+        codes = codes_of(data[: plane.n_values].reshape(n_heads, rows // 2, 2 * length), LEVELS)
         return from_stored(dequantize(codes, data[plane.n_values :], plane, self.name), plane)
