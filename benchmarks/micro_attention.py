@@ -91,9 +91,9 @@ class Bench:
         """Best seconds for `rows` tokens behind `prefix`, over `layers` layers."""
         shape = self.shape
         n_entries = (prefix + rows) // PAGE_SIZE
-        step = _cpu.Step(
+        step = _cpu.Step(self.cache)
+        step.assign(
             self.context,
-            self.cache,
             self.memory,
             np.array([0, rows], np.int32),
             np.array([prefix], np.int32),

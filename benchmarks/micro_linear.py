@@ -154,7 +154,7 @@ def main() -> None:
     if args.type:
         shape = Shape(**{**shape.__dict__, "layer_type": args.type})
     bench = Bench(shape, args.threads, args.isa)
-    bandwidth = _cpu.read_bandwidth(bench.context)
+    bandwidth = max(_cpu.read_bandwidth(bench.context))
     print(
         f"{args.shape}, {shape.layer_type} layers, {shape.head_type} head, {args.threads} threads, {bench.context.isa}"
     )

@@ -59,7 +59,7 @@ class AttentionRun {
       seal(step_.own_[step_.sealing_[i / heads_]], i % heads_, thread_scratch(thread));
     });
     context_.pool.parallel_for(step_.tasks_.size(),
-                               [&](size_t i, int thread) { attend_task(step_.tasks_[i], thread_scratch(thread)); });
+                               [&](size_t i, int thread) { attend_task(i, thread_scratch(thread)); });
     if (step_.n_partials_ > 0) {
       const auto merge_one = [&](size_t i, int) {
         if (step_.tiles_[i / heads_].in_splits) merge_tile(step_.tiles_[i / heads_], i % heads_);
@@ -177,28 +177,44 @@ class AttentionRun {
 
   Partial partial_at(float* p, size_t rows) const { return {p, p + rows, p + 2 * rows}; }
 
-  void attend_task(const Step::Task& task, float* scratch) const {
+  /// What is read first in a task.
+  struct Start {
+    const Step::Tile* tile;  // or null
+    size_t head, split;
+  };
+
+  Start start_of(size_t i) const {
+    if (i >= step_.tasks_.size()) return {};
+    const Step::Task& task = step_.tasks_[i];
+    return {&step_.tiles_[step_.members_[task.first]], task.head, task.split == Step::kAllSplits ? 0 : task.split};
+  }
+
+  void attend_task(size_t i, float* scratch) const {
+    const Step::Task& task = step_.tasks_[i];
     const uint32_t* members = step_.members_.data() + task.first;
-    if (task.n > 1) return attend_shared(task, members, scratch);
+    // As long as threads keep in step, this one's next task.
+    const Start next_task = start_of(i + static_cast<size_t>(context_.pool.threads()));
+    if (task.n > 1) return attend_shared(task, members, next_task, scratch);
     const Step::Tile& tile = step_.tiles_[*members];
     const size_t rows = tile.n_rows * group_;
     if (task.split != Step::kAllSplits) {
-      attend_split(tile, task.head, task.split, own_queries(tile, task.head), tile_partial(tile, task.head, task.split),
-                   scratch);
+      attend_split({&tile, task.head, task.split}, own_queries(tile, task.head),
+                   tile_partial(tile, task.head, task.split), next_task, scratch);
       return;
     }
     const Partial sum = partial_at(scratch + split_floats_, rows);
     const Partial next = partial_at(scratch + split_floats_ + tile_partial_, rows);
-    attend_split(tile, task.head, 0, own_queries(tile, task.head), sum, scratch);
+    const auto then = [&](size_t s) { return s + 1 < tile.n_splits ? Start{&tile, task.head, s + 1} : next_task; };
+    attend_split({&tile, task.head, 0}, own_queries(tile, task.head), sum, then(0), scratch);
     for (size_t s = 1; s < tile.n_splits; ++s) {
-      attend_split(tile, task.head, s, own_queries(tile, task.head), next, scratch);
+      attend_split({&tile, task.head, s}, own_queries(tile, task.head), next, then(s), scratch);
       context_.kernels.attention.merge(sum, next, rows, d_);
     }
     finish(tile, task.head, sum);
   }
 
   /// A split that several tiles read: its pages are read once, for the rows of all of them.
-  void attend_shared(const Step::Task& task, const uint32_t* members, float* scratch) const {
+  void attend_shared(const Step::Task& task, const uint32_t* members, const Start& next, float* scratch) const {
     float* q = scratch + split_floats_;
     float* q_rotated = q + step_.gather_rows_ * d_;
     size_t rows = 0;
@@ -210,8 +226,8 @@ class AttentionRun {
       rows += from.n;
     }
     const Partial all = partial_at(q_rotated + step_.gather_rows_ * d_, rows);
-    attend_split(step_.tiles_[members[0]], task.head, task.split,
-                 {q, q_rotated_ != nullptr ? q_rotated : nullptr, rows}, all, scratch);
+    attend_split({&step_.tiles_[members[0]], task.head, task.split},
+                 {q, q_rotated_ != nullptr ? q_rotated : nullptr, rows}, all, next, scratch);
     size_t row = 0;
     for (uint32_t i = 0; i < task.n; ++i) {
       const Step::Tile& tile = step_.tiles_[members[i]];
@@ -261,9 +277,11 @@ class AttentionRun {
     return {q_ + at, q_rotated_ != nullptr ? q_rotated_ + at : nullptr, tile.n_rows * group_};
   }
 
-  /// The pages are those that the tile reads in this split.
-  void attend_split(const Step::Tile& tile, size_t head, size_t split, const Queries& queries, const Partial& to,
+  /// The pages are those that the tile reads in this split; `next` is likely to be read after them.
+  void attend_split(const Start& at, const Queries& queries, const Partial& to, const Start& next,
                     float* scratch) const {
+    const Step::Tile& tile = *at.tile;
+    const size_t head = at.head, split = at.split;
     const Step::OwnPage& own = step_.own_[tile.own];
     const size_t first = split * shape_.split_pages, last = std::min(first + shape_.split_pages, own.page);
     SealedPage pages[kMaxSplitPages];
@@ -273,6 +291,12 @@ class AttentionRun {
     job.pages = pages;
     job.n_pages = last - first;
     for (size_t i = 0; i < job.n_pages; ++i) pages[i] = sealed_page(own, first + i);
+    SealedPage after;
+    if (next.tile != nullptr && next.split * shape_.split_pages < step_.own_[next.tile->own].page) {
+      after = sealed_page(step_.own_[next.tile->own], next.split * shape_.split_pages);
+      job.next = &after;
+      job.next_head = next.head;
+    }
     if (split + 1 == tile.n_splits) {
       const ExactPage exact = exact_page(own);
       job.own_keys = exact.keys + head * head_page_;

@@ -60,12 +60,15 @@ struct RopeTable {
   size_t dim;
 };
 
-/// A batch, checked and cut into work. Built once per step, used by every layer.
+/// A batch, checked and cut into work: once per step, used by every layer. One object serves all steps, so that once its
+/// vectors have grown a step allocates nothing.
 class Step {
  public:
-  /// Throws std::invalid_argument where the batch contradicts itself or reaches past memory or the table.
-  /// Keeps references to cache, memory and table.
-  Step(const CacheLayout& cache, const BatchView& batch, const RopeTable& rope, int threads);
+  explicit Step(const CacheLayout& cache) : cache_(&cache) {}
+
+  /// Throws std::invalid_argument where the batch contradicts itself or reaches past memory or the table; the object then
+  /// holds no batch. Keeps references to cache, memory and table.
+  void assign(const BatchView& batch, const RopeTable& rope, int threads);
 
   /// The tokens of one segment that lie in one page.
   struct OwnPage {
@@ -103,17 +106,22 @@ class Step {
  private:
   friend class AttentionRun;
 
+  void check_pages(const BatchView& batch);
+  void add_segment(const BatchView& batch, size_t s);
   size_t rows_at_once() const;
   void cut_tiles();
   void cut_tasks(int threads);
   void add_task(uint32_t split, const uint32_t* tiles, size_t n);
-  /// Sets of tiles that read the same pages in a split, by rising split.
-  std::vector<std::vector<uint32_t>> shared_splits() const;
+  /// Fills shared_ and order_.
+  void find_shared_splits();
+  /// Below, at or above zero as tile a's pages of whole splits [from, to) sort before, with or behind b's; those that end
+  /// first sort first.
+  int compare_pages(uint32_t a, uint32_t b, size_t from, size_t to) const;
 
   const CacheLayout* cache_;
-  RopeTable rope_;
-  uint8_t* memory_;
-  size_t n_rows_;
+  RopeTable rope_{};
+  uint8_t* memory_ = nullptr;
+  size_t n_rows_ = 0;
   std::vector<size_t> position_;         // of each row
   std::vector<size_t> entry_start_;      // of each segment
   std::vector<int64_t> segment_open_;    // of each segment
@@ -128,7 +136,16 @@ class Step {
   // a step that fails in a later layer puts them back.
   size_t saved_floats_ = 0;              // of one layer
   mutable std::vector<float> saved_;
+  std::vector<OwnPage> tails_;           // while segments are added
   std::vector<Tile> tiles_;
+  struct Shared {
+    uint32_t first, n;                   // of order_
+    uint32_t split;
+  };
+  std::vector<uint32_t> order_;          // tiles by their pages
+  std::vector<Shared> shared_;           // tiles that read the same pages in a split, by rising split
+  std::vector<Shared> level_, next_;     // while these are looked for
+  std::vector<uint32_t> first_alone_;    // of each tile: splits before it are shared
   std::vector<Task> tasks_;
   std::vector<uint32_t> members_;        // tiles of tasks
   size_t tile_rows_ = 0;                 // flat rows of the largest task

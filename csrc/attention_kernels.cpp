@@ -104,21 +104,35 @@ size_t split_scratch(const AttentionShape& shape, size_t n_rows) {
 struct PlaneView {
   Coding coding;
   const uint8_t* plane;
+  size_t head;
 };
-OCTAVO_INLINE PlaneView sealed_key(const SplitJob& job, size_t p) { return {job.pages[p].key, job.pages[p].keys}; }
-OCTAVO_INLINE PlaneView sealed_value(const SplitJob& job, size_t p) {
-  return {job.pages[p].value, job.pages[p].values};
+
+/// Planes in the order in which a split reads them: the pages' keys, then their values, then what comes after, if that is
+/// known.
+OCTAVO_INLINE PlaneView plane_at(const SplitJob& job, size_t i) {
+  if (i < job.n_pages) return {job.pages[i].key, job.pages[i].keys, job.head};
+  if (i >= 2 * job.n_pages && job.next != nullptr) return {job.next->key, job.next->keys, job.next_head};
+  const SealedPage& page = job.pages[min_of(i, 2 * job.n_pages - 1) - job.n_pages];
+  return {page.value, page.values, job.head};
 }
 
-/// Asks for a head's scales, and returns where its codes begin.
-OCTAVO_INLINE const uint8_t* fetch_scales(const PlaneShape& shape, const PlaneView& view, size_t head) {
-  const HeadParts parts = head_parts(shape, view.coding, head);
+/// Asks for a head's scales.
+OCTAVO_INLINE void fetch_scales(const PlaneShape& shape, const PlaneView& view) {
+  const HeadParts parts = head_parts(shape, view.coding, view.head);
   const size_t bytes = 2 * n_scales(shape, view.coding);
   for (size_t i = 0; i < bytes; i += 64) {
     __builtin_prefetch(view.plane + parts.scales + i);
     __builtin_prefetch(view.plane + parts.minima + i);
   }
-  return view.plane + parts.codes;
+}
+
+/// While plane i is read: asks for the scales of the one after the next, which are needed first and lie apart, and gives
+/// the next one's codes.
+OCTAVO_INLINE const uint8_t* fetch_ahead(const SplitJob& job, size_t i) {
+  const PlaneShape& shape = job.shape->plane;
+  fetch_scales(shape, plane_at(job, i + 2));
+  const PlaneView next = plane_at(job, i + 1);
+  return next.plane + head_parts(shape, next.coding, next.head).codes;
 }
 
 int attend_split(const SplitJob& job, const Partial& out) {
@@ -146,8 +160,7 @@ int attend_split(const SplitJob& job, const Partial& out) {
     }
     product.coding = sealed.key;
     product.plane = sealed.keys;
-    product.ahead = p + 1 < job.n_pages ? fetch_scales(shape, sealed_key(job, p + 1), job.head)
-                                        : fetch_scales(shape, sealed_value(job, 0), job.head);
+    product.ahead = fetch_ahead(job, p);
     product.out = score + p * tokens;
     if (!multiply(product)) return static_cast<int>(2 * p);
   }
@@ -183,7 +196,7 @@ int attend_split(const SplitJob& job, const Partial& out) {
     bool& fresh = sealed.value.rotated ? rotated_fresh : plain_fresh;
     product.coding = sealed.value;
     product.plane = sealed.values;
-    product.ahead = fetch_scales(shape, sealed_value(job, min_of(p + 1, job.n_pages - 1)), job.head);
+    product.ahead = fetch_ahead(job, job.n_pages + p);
     product.w = score + p * tokens;
     product.unit = factor + p;
     product.out = sealed.value.rotated ? rotated : out.accumulator;

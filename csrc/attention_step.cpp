@@ -1,6 +1,5 @@
 // A step's batch, checked and cut into tasks.
 #include <algorithm>
-#include <map>
 #include <stdexcept>
 #include <string>
 
@@ -23,6 +22,12 @@ std::string text(int64_t n) { return std::to_string(n); }
 size_t plane_end(const PlaneShape& shape, const KernelTable& kernels, const LayerPlanes& planes) {
   return std::max(planes.key_offset + kernels.codecs.plane_bytes(shape, planes.key),
                   planes.value_offset + kernels.codecs.plane_bytes(shape, planes.value));
+}
+
+/// Whether a page of `bytes` lies inside the arena, at a plane's boundary.
+bool fits(const BatchView& batch, int64_t offset, size_t bytes) {
+  return offset >= 0 && offset % static_cast<int64_t>(kPlaneAlign) == 0 && bytes <= batch.memory_bytes &&
+         static_cast<size_t>(offset) <= batch.memory_bytes - bytes;
 }
 
 }  // namespace
@@ -54,90 +59,101 @@ int add_format(CacheLayout& cache, const KernelTable& kernels, PageLayout format
   return static_cast<int>(cache.formats.size()) - 1;
 }
 
-Step::Step(const CacheLayout& cache, const BatchView& batch, const RopeTable& rope, int threads)
-    : cache_(&cache), rope_(rope), memory_(batch.memory), n_rows_(batch.n_rows) {
-  const size_t page_size = cache.shape.plane.page_size, heads = cache.shape.plane.n_heads;
-  const auto fits = [&](int64_t offset, size_t bytes) {
-    return offset >= 0 && offset % static_cast<int64_t>(kPlaneAlign) == 0 && bytes <= batch.memory_bytes &&
-           static_cast<size_t>(offset) <= batch.memory_bytes - bytes;
-  };
-  if (rope.dim % 2 != 0 || rope.dim > cache.shape.plane.head_dim)
+void Step::assign(const BatchView& batch, const RopeTable& rope, int threads) {
+  rope_ = rope;
+  memory_ = batch.memory;
+  n_rows_ = n_direct_ = n_scratch_ = saved_floats_ = tile_rows_ = gather_rows_ = n_partials_ = 0;
+  entry_start_.clear();
+  segment_open_.clear();
+  own_.clear();
+  tails_.clear();
+  sealing_.clear();
+  tiles_.clear();
+  tasks_.clear();
+  members_.clear();
+  if (rope.dim % 2 != 0 || rope.dim > cache_->shape.plane.head_dim)
     refuse("rotary dimension must be even, at most head_dim");
   if (reinterpret_cast<uintptr_t>(batch.memory) % alignof(float) != 0) refuse("memory must be aligned to 4 bytes");
-
-  for (size_t e = 0; e < batch.n_entries; ++e) {
-    const size_t format = batch.page_format[e];
-    if (format >= cache.formats.size())
-      refuse("page_format[" + text(static_cast<int64_t>(e)) + "] is " + text(static_cast<int64_t>(format)) + ", but " +
-             text(static_cast<int64_t>(cache.formats.size())) + " formats are registered");
-    if (!fits(batch.page_offset[e], cache.formats[format].page_bytes))
-      refuse("page_offset[" + text(static_cast<int64_t>(e)) + "] = " + text(batch.page_offset[e]) +
-             " is no multiple of 64 with a whole page inside the arena's " +
-             text(static_cast<int64_t>(batch.memory_bytes)) + " bytes");
-  }
+  check_pages(batch);
   page_offset_.assign(batch.page_offset, batch.page_offset + batch.n_entries);
   page_format_.assign(batch.page_format, batch.page_format + batch.n_entries);
   formats_used_ = page_format_;
   std::sort(formats_used_.begin(), formats_used_.end());
   formats_used_.erase(std::unique(formats_used_.begin(), formats_used_.end()), formats_used_.end());
 
-  std::vector<OwnPage> tails;
-  position_.resize(n_rows_);
+  position_.resize(batch.n_rows);
   if (batch.row_start[0] != 0 || batch.entry_start[0] != 0) refuse("row_start and entry_start must begin with 0");
-  for (size_t s = 0; s < batch.n_segments; ++s) {
-    const std::string where = "segment " + text(static_cast<int64_t>(s)) + ": ";
-    const int64_t begin = batch.row_start[s], end = batch.row_start[s + 1], first = batch.position[s];
-    const int64_t entries = int64_t{batch.entry_start[s + 1]} - batch.entry_start[s];
-    if (begin >= end || end > static_cast<int64_t>(n_rows_))
-      refuse(where + "row_start must rise to the number of rows, " + text(static_cast<int64_t>(n_rows_)));
-    if (first < 0 || static_cast<size_t>(first + end - begin) > rope.n_positions)
-      refuse(where + "positions " + text(first) + " to " + text(first + end - begin - 1) + " are outside 0 to " +
-             text(static_cast<int64_t>(rope.n_positions) - 1));
-    const size_t start = static_cast<size_t>(first), stop = start + static_cast<size_t>(end - begin);
-    if (batch.entry_start[s + 1] > static_cast<int64_t>(batch.n_entries) ||
-        entries != static_cast<int64_t>(stop / page_size))
-      refuse(where + "has " + text(entries) + " entries, but " + text(static_cast<int64_t>(stop / page_size)) +
-             " pages are full after position " + text(static_cast<int64_t>(stop) - 1));
-    const bool needs_open = start % page_size != 0 || stop % page_size != 0;
-    const int64_t open = batch.open_offset[s];
-    if (needs_open ? !fits(open, cache.open.page_bytes) : open >= 0 && !fits(open, cache.open.page_bytes))
-      refuse(where + "open_offset = " + text(open) + " is no multiple of 64 with a whole open page inside the arena");
-
-    entry_start_.push_back(static_cast<size_t>(batch.entry_start[s]));
-    segment_open_.push_back(open);
-    const size_t first_page = start / page_size, last_page = (stop - 1) / page_size;
-    for (size_t page = first_page, row = static_cast<size_t>(begin); page <= last_page; ++page) {
-      const size_t from = std::max(start, page * page_size), to = std::min(stop, (page + 1) * page_size);
-      OwnPage own{s, page, row, to - from, from % page_size, -1, 0, 0, 0, to == (page + 1) * page_size};
-      if (first_page == last_page && open >= 0) {
-        own.open_offset = open;
-        own_.push_back(own);
-      } else if (own.completes) {
-        own.scratch = n_scratch_++;
-        own.gather = own.slot;
-        own.saved = saved_floats_;
-        saved_floats_ += own.gather * 2 * heads * cache.shape.plane.head_dim;
-        own_.push_back(own);
-      } else {
-        own.open_offset = open;
-        tails.push_back(own);
-      }
-      for (size_t t = from; t < to; ++t) position_[row++] = t;
-    }
-  }
-  if (static_cast<size_t>(batch.row_start[batch.n_segments]) != n_rows_ ||
+  for (size_t s = 0; s < batch.n_segments; ++s) add_segment(batch, s);
+  if (static_cast<size_t>(batch.row_start[batch.n_segments]) != batch.n_rows ||
       static_cast<size_t>(batch.entry_start[batch.n_segments]) != batch.n_entries)
     refuse("row_start and entry_start must end with the numbers of rows and of entries");
   n_direct_ = own_.size();
-  own_.insert(own_.end(), tails.begin(), tails.end());
+  own_.insert(own_.end(), tails_.begin(), tails_.end());
 
   for (size_t i = 0; i < own_.size(); ++i)
     if (own_[i].completes) sealing_.push_back(i);
 
-  saved_.resize(saved_floats_ * cache.open.layers.size());
+  saved_.resize(saved_floats_ * cache_->open.layers.size());
 
+  n_rows_ = batch.n_rows;
   cut_tiles();
   cut_tasks(threads);
+}
+
+void Step::check_pages(const BatchView& batch) {
+  for (size_t e = 0; e < batch.n_entries; ++e) {
+    const size_t format = batch.page_format[e];
+    if (format >= cache_->formats.size())
+      refuse("page_format[" + text(static_cast<int64_t>(e)) + "] is " + text(static_cast<int64_t>(format)) + ", but " +
+             text(static_cast<int64_t>(cache_->formats.size())) + " formats are registered");
+    if (!fits(batch, batch.page_offset[e], cache_->formats[format].page_bytes))
+      refuse("page_offset[" + text(static_cast<int64_t>(e)) + "] = " + text(batch.page_offset[e]) +
+             " is no multiple of 64 with a whole page inside the arena's " +
+             text(static_cast<int64_t>(batch.memory_bytes)) + " bytes");
+  }
+}
+
+void Step::add_segment(const BatchView& batch, size_t s) {
+  const size_t page_size = cache_->shape.plane.page_size, heads = cache_->shape.plane.n_heads;
+  const auto where = [&] { return "segment " + text(static_cast<int64_t>(s)) + ": "; };
+  const int64_t begin = batch.row_start[s], end = batch.row_start[s + 1], first = batch.position[s];
+  const int64_t entries = int64_t{batch.entry_start[s + 1]} - batch.entry_start[s];
+  if (begin >= end || end > static_cast<int64_t>(batch.n_rows))
+    refuse(where() + "row_start must rise to the number of rows, " + text(static_cast<int64_t>(batch.n_rows)));
+  if (first < 0 || static_cast<size_t>(first + end - begin) > rope_.n_positions)
+    refuse(where() + "positions " + text(first) + " to " + text(first + end - begin - 1) + " are outside 0 to " +
+           text(static_cast<int64_t>(rope_.n_positions) - 1));
+  const size_t start = static_cast<size_t>(first), stop = start + static_cast<size_t>(end - begin);
+  if (batch.entry_start[s + 1] > static_cast<int64_t>(batch.n_entries) ||
+      entries != static_cast<int64_t>(stop / page_size))
+    refuse(where() + "has " + text(entries) + " entries, but " + text(static_cast<int64_t>(stop / page_size)) +
+           " pages are full after position " + text(static_cast<int64_t>(stop) - 1));
+  const bool needs_open = start % page_size != 0 || stop % page_size != 0;
+  const int64_t open = batch.open_offset[s];
+  if ((needs_open || open >= 0) && !fits(batch, open, cache_->open.page_bytes))
+    refuse(where() + "open_offset = " + text(open) + " is no multiple of 64 with a whole open page inside the arena");
+
+  entry_start_.push_back(static_cast<size_t>(batch.entry_start[s]));
+  segment_open_.push_back(open);
+  const size_t first_page = start / page_size, last_page = (stop - 1) / page_size;
+  for (size_t page = first_page, row = static_cast<size_t>(begin); page <= last_page; ++page) {
+    const size_t from = std::max(start, page * page_size), to = std::min(stop, (page + 1) * page_size);
+    OwnPage own{s, page, row, to - from, from % page_size, -1, 0, 0, 0, to == (page + 1) * page_size};
+    if (first_page == last_page && open >= 0) {
+      own.open_offset = open;
+      own_.push_back(own);
+    } else if (own.completes) {
+      own.scratch = n_scratch_++;
+      own.gather = own.slot;
+      own.saved = saved_floats_;
+      saved_floats_ += own.gather * 2 * heads * cache_->shape.plane.head_dim;
+      own_.push_back(own);
+    } else {
+      own.open_offset = open;
+      tails_.push_back(own);
+    }
+    for (size_t t = from; t < to; ++t) position_[row++] = t;
+  }
 }
 
 size_t Step::page_reads() const {
@@ -162,9 +178,11 @@ void Step::cut_tiles() {
     for (size_t row = 0; row < own_[i].n_rows; row += tokens)
       tiles_.push_back({i, own_[i].first_row + row, std::min(tokens, own_[i].n_rows - row),
                         own_[i].page / cache_->shape.split_pages + 1, 0, false});
-  // Longest first, so that threads end together.
-  std::stable_sort(tiles_.begin(), tiles_.end(),
-                   [](const Tile& a, const Tile& b) { return a.n_rows * a.n_splits > b.n_rows * b.n_splits; });
+  // Longest first, so that threads end together. (Not a stable sort, which allocates.)
+  std::sort(tiles_.begin(), tiles_.end(), [](const Tile& a, const Tile& b) {
+    const size_t x = a.n_rows * a.n_splits, y = b.n_rows * b.n_splits;
+    return x != y ? x > y : a.first_row < b.first_row;
+  });
 }
 
 void Step::cut_tasks(int threads) {
@@ -176,24 +194,23 @@ void Step::cut_tasks(int threads) {
   // With few tiles every split is a task of its own; its partial result is the same either way.
   const bool few = threads > 1 && tiles_.size() * heads < 4 * static_cast<size_t>(threads) && bytes <= kPartialBytes;
 
-  std::vector<std::vector<uint32_t>> shared = shared_splits();
+  find_shared_splits();
   bytes = 0;
-  for (const auto& tiles : shared)
-    for (const uint32_t t : tiles)
-      if (!tiles_[t].in_splits) {
-        tiles_[t].in_splits = true;
-        bytes += cost(tiles_[t]);
-      }
+  for (const Shared& part : shared_)
+    for (size_t i = part.first; i < part.first + part.n; ++i) {
+      Tile& tile = tiles_[order_[i]];
+      if (!tile.in_splits) bytes += cost(tile);
+      tile.in_splits = true;
+    }
   if (bytes > kPartialBytes) {
-    shared.clear();
+    shared_.clear();
     for (Tile& tile : tiles_) tile.in_splits = false;
   }
 
-  std::vector<size_t> first_alone(tiles_.size(), 0);  // splits before it are shared
-  for (const auto& tiles : shared) {
-    const auto split = static_cast<uint32_t>(first_alone[tiles[0]]);
-    add_task(split, tiles.data(), tiles.size());
-    for (const uint32_t t : tiles) ++first_alone[t];
+  first_alone_.assign(tiles_.size(), 0);
+  for (const Shared& part : shared_) {
+    add_task(part.split, order_.data() + part.first, part.n);
+    for (size_t i = part.first; i < part.first + part.n; ++i) ++first_alone_[order_[i]];
   }
   for (uint32_t t = 0; t < tiles_.size(); ++t) {
     Tile& tile = tiles_[t];
@@ -205,7 +222,7 @@ void Step::cut_tasks(int threads) {
     }
     tile.partial = n_partials_;
     n_partials_ += tile.n_rows * group * heads * tile.n_splits;
-    for (size_t s = first_alone[t]; s < tile.n_splits; ++s) add_task(static_cast<uint32_t>(s), &t, 1);
+    for (size_t s = first_alone_[t]; s < tile.n_splits; ++s) add_task(static_cast<uint32_t>(s), &t, 1);
   }
 }
 
@@ -220,41 +237,51 @@ void Step::add_task(uint32_t split, const uint32_t* tiles, size_t n) {
     tasks_.push_back({first, static_cast<uint32_t>(n), static_cast<uint32_t>(h), split});
 }
 
-std::vector<std::vector<uint32_t>> Step::shared_splits() const {
-  // Sequences that share pages share them from the first on, so those of a split are refined into those of the next.
-  const size_t split_pages = cache_->shape.split_pages, limit = rows_at_once();
-  std::vector<std::vector<uint32_t>> result, level(1);
-  for (uint32_t t = 0; t < tiles_.size(); ++t) level[0].push_back(t);
-  using Pages = std::vector<std::pair<int64_t, uint8_t>>;
-  for (size_t split = 0; !level.empty(); ++split) {
-    std::vector<std::vector<uint32_t>> next;
-    for (const auto& before : level) {
-      std::map<Pages, std::vector<uint32_t>> same;
-      for (const uint32_t t : before) {
-        if (split + 1 >= tiles_[t].n_splits) continue;  // the last one has the tile's own page
-        const size_t entry = entry_start_[own_[tiles_[t].own].segment] + split * split_pages;
-        Pages pages;
-        for (size_t e = entry; e < entry + split_pages; ++e) pages.emplace_back(page_offset_[e], page_format_[e]);
-        same[std::move(pages)].push_back(t);
-      }
-      for (auto& [pages, tiles] : same) {
+int Step::compare_pages(uint32_t a, uint32_t b, size_t from, size_t to) const {
+  const size_t split_pages = cache_->shape.split_pages;
+  const auto end = [&](uint32_t t) { return std::min(to, tiles_[t].n_splits - 1); };  // the last has the tile's own page
+  const auto entry = [&](uint32_t t) { return entry_start_[own_[tiles_[t].own].segment]; };
+  const size_t common = std::min(end(a), end(b)) * split_pages;
+  for (size_t i = from * split_pages; i < common; ++i) {
+    const size_t x = entry(a) + i, y = entry(b) + i;
+    if (page_offset_[x] != page_offset_[y]) return page_offset_[x] < page_offset_[y] ? -1 : 1;
+    if (page_format_[x] != page_format_[y]) return page_format_[x] < page_format_[y] ? -1 : 1;
+  }
+  return end(a) == end(b) ? 0 : end(a) < end(b) ? -1 : 1;
+}
+
+void Step::find_shared_splits() {
+  shared_.clear();
+  if (tiles_.size() < 2) return;
+  order_.resize(tiles_.size());
+  size_t most = 0;
+  for (uint32_t t = 0; t < tiles_.size(); ++t) order_[t] = t, most = std::max(most, tiles_[t].n_splits);
+  std::sort(order_.begin(), order_.end(), [&](uint32_t a, uint32_t b) {
+    const int c = compare_pages(a, b, 0, most);
+    return c != 0 ? c < 0 : a < b;
+  });
+  // Sequences that share pages share them from the first on: those of a split are refined into those of the next.
+  const size_t limit = rows_at_once();
+  level_.assign(1, {0, static_cast<uint32_t>(order_.size()), 0});
+  for (uint32_t split = 0; !level_.empty(); ++split) {
+    next_.clear();
+    for (const Shared& before : level_) {
+      uint32_t i = before.first;
+      const uint32_t end = before.first + before.n;
+      while (i < end && split + 1 >= tiles_[order_[i]].n_splits) ++i;  // those that end here sort first
+      while (i < end) {
         // Up to `limit` tokens at a time, as in a tile.
-        for (size_t i = 0; i < tiles.size();) {
-          std::vector<uint32_t> part;
-          for (size_t rows = 0; i < tiles.size() && (part.empty() || rows + tiles_[tiles[i]].n_rows <= limit); ++i) {
-            part.push_back(tiles[i]);
-            rows += tiles_[tiles[i]].n_rows;
-          }
-          if (part.size() > 1) {
-            result.push_back(part);
-            next.push_back(std::move(part));
-          }
-        }
+        const uint32_t first = i;
+        size_t rows = 0;
+        do rows += tiles_[order_[i++]].n_rows;
+        while (i < end && rows + tiles_[order_[i]].n_rows <= limit &&
+               compare_pages(order_[first], order_[i], split, split + 1) == 0);
+        if (i - first > 1) next_.push_back({first, i - first, split});
       }
     }
-    level = std::move(next);
+    shared_.insert(shared_.end(), next_.begin(), next_.end());
+    std::swap(level_, next_);
   }
-  return result;
 }
 
 }  // namespace octavo

@@ -59,6 +59,8 @@ struct SplitJob {
   size_t head;
   const SealedPage* pages;  ///< the split's sealed pages, in order
   size_t n_pages;
+  const SealedPage* next;   ///< a page whose keys are likely to be read after this split, to ask for; or null
+  size_t next_head;
   const float* own_keys;    ///< the tokens' own page, this head [head_dim][page_size]; null in splits before its own
   const float* own_values;  ///< [page_size][head_dim]
   size_t own_slot;          ///< slot of the first token; flat row r reads slots 0 .. own_slot + r / group

@@ -107,4 +107,5 @@ NB_MODULE(_cpu, m) {
   bind_codecs(m);
   bind_attention(m);
   bind_linear(m);
+  bind_peaks(m);
 }

@@ -66,5 +66,6 @@ void bind_math(nb::module_& m);
 void bind_codecs(nb::module_& m);
 void bind_attention(nb::module_& m);
 void bind_linear(nb::module_& m);
+void bind_peaks(nb::module_& m);
 
 }  // namespace octavo

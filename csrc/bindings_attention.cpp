@@ -2,7 +2,6 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <memory>
 #include <tuple>
 
 #include "attention_block.hpp"
@@ -19,7 +18,7 @@ Coding coding_of(int codec, bool is_key, bool rotated) {
 
 /// A step and the arrays that it refers to.
 struct StepHolder {
-  std::unique_ptr<Step> step;
+  Step step;
   ArrayRw memory;
   Array cosine, sine;
 };
@@ -74,12 +73,14 @@ void bind_attention(nb::module_& m) {
           nb::arg("context"), nb::arg("keys"), nb::arg("values"), nb::arg("page_bytes"),
           "Register a sealed form; returns its id. Not while a Step is in use.");
 
-  nb::class_<StepHolder>(m, "Step", "A batch, checked and cut into work; for all layers of one step.")
+  nb::class_<StepHolder>(m, "Step", "A batch, checked and cut into work; for all layers of one step, then for the next.")
       .def(
-          "__init__",
-          [](StepHolder* self, const Context& context, const CacheLayout& cache, ArrayRw memory, Array row_start,
-             Array position, Array entry_start, Array page_offset, Array page_format, Array open_offset, Array cosine,
-             Array sine) {
+          "__init__", [](StepHolder* self, const CacheLayout& cache) { new (self) StepHolder{Step(cache), {}, {}, {}}; },
+          nb::arg("cache"), nb::keep_alive<1, 2>())
+      .def(
+          "assign",
+          [](StepHolder& self, const Context& context, ArrayRw memory, Array row_start, Array position,
+             Array entry_start, Array page_offset, Array page_format, Array open_offset, Array cosine, Array sine) {
             BatchView batch{};
             batch.memory = out<uint8_t>(memory, "memory", {-1});
             batch.memory_bytes = memory.shape(0);
@@ -99,16 +100,17 @@ void bind_attention(nb::module_& m) {
             rope.dim = 2 * cosine.shape(1);
             rope.sine = in<float>(sine, "sine",
                                   {static_cast<int64_t>(cosine.shape(0)), static_cast<int64_t>(cosine.shape(1))});
-            new (self) StepHolder{std::make_unique<Step>(cache, batch, rope, context.pool.threads()), memory, cosine,
-                                  sine};
+            self.step.assign(batch, rope, context.pool.threads());
+            self.memory = memory;
+            self.cosine = cosine;
+            self.sine = sine;
           },
-          nb::arg("context"), nb::arg("cache"), nb::arg("memory"), nb::arg("row_start"), nb::arg("position"),
-          nb::arg("entry_start"), nb::arg("page_offset"), nb::arg("page_format"), nb::arg("open_offset"),
-          nb::arg("cosine"), nb::arg("sine"), nb::keep_alive<1, 3>(),
+          nb::arg("context"), nb::arg("memory"), nb::arg("row_start"), nb::arg("position"), nb::arg("entry_start"),
+          nb::arg("page_offset"), nb::arg("page_format"), nb::arg("open_offset"), nb::arg("cosine"), nb::arg("sine"),
           "Arrays as in octavo.ops.base.Batch; cosine and sine float32 [positions, rotary dimension / 2]. Raises "
           "ValueError where they contradict each other or reach outside memory.")
-      .def_prop_ro("n_rows", [](const StepHolder& self) { return self.step->n_rows(); })
-      .def_prop_ro("page_reads", [](const StepHolder& self) { return self.step->page_reads(); },
+      .def_prop_ro("n_rows", [](const StepHolder& self) { return self.step.n_rows(); })
+      .def_prop_ro("page_reads", [](const StepHolder& self) { return self.step.page_reads(); },
                    "Sealed pages that one KV head reads in one layer, counted as often as they are read.");
 
   nb::class_<AttentionBlock>(m, "AttentionBlock", "One layer's attention, from norm to residual add.")
@@ -135,9 +137,9 @@ void bind_attention(nb::module_& m) {
       .def(
           "run",
           [](const AttentionBlock& self, Context& context, const StepHolder& holder, ArrayRw hidden) {
-            float* h = out<float>(hidden, "hidden", {static_cast<int64_t>(holder.step->n_rows()),
+            float* h = out<float>(hidden, "hidden", {static_cast<int64_t>(holder.step.n_rows()),
                                                      static_cast<int64_t>(self.cols())});
-            run_locked(context, [&] { self.run(context, *holder.step, h); });
+            run_locked(context, [&] { self.run(context, holder.step, h); });
           },
           nb::arg("context"), nb::arg("step"), nb::arg("hidden"),
           "hidden, float32 [n, d_model], += the block's output. Raises CodecRangeError where a page cannot be sealed.");
@@ -146,15 +148,15 @@ void bind_attention(nb::module_& m) {
       "attend",
       [](Context& context, const StepHolder& holder, size_t layer, float softmax_scale, Array qkv, ArrayRw y,
          std::optional<Array> q_norm, std::optional<Array> k_norm, float norm_eps) {
-        const CacheLayout& cache = holder.step->cache();
+        const CacheLayout& cache = holder.step.cache();
         const size_t d = cache.shape.plane.head_dim, heads = cache.shape.plane.n_heads, group = cache.shape.group;
         if (layer >= cache.open.layers.size()) throw std::invalid_argument("no layer " + std::to_string(layer));
-        const int64_t n = static_cast<int64_t>(holder.step->n_rows());
+        const int64_t n = static_cast<int64_t>(holder.step.n_rows());
         const float* px = in<float>(qkv, "qkv", {n, static_cast<int64_t>((group + 2) * heads * d)});
         float* py = out<float>(y, "out", {n, static_cast<int64_t>(group * heads * d)});
         const AttentionParameters parameters{layer, norm_eps, softmax_scale, optional_norm(q_norm, "q_norm", d),
                                              optional_norm(k_norm, "k_norm", d)};
-        run_locked(context, [&] { attend(context, *holder.step, parameters, px, py); });
+        run_locked(context, [&] { attend(context, holder.step, parameters, px, py); });
       },
       nb::arg("context"), nb::arg("step"), nb::arg("layer"), nb::arg("softmax_scale"), nb::arg("qkv"), nb::arg("out"),
       nb::arg("q_norm").none() = nb::none(), nb::arg("k_norm").none() = nb::none(), nb::arg("norm_eps") = 0.0f,

@@ -2,7 +2,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <chrono>
 #include <cstring>
 
 #include "bindings_stored.hpp"
@@ -15,34 +14,6 @@ std::vector<TensorView> views(const std::vector<const Stored*>& stored) {
   std::vector<TensorView> result;
   for (const Stored* s : stored) result.push_back(s->view);
   return result;
-}
-
-// Reads `bytes` of memory `repeats` times on all threads and returns GB/s of the fastest pass.
-double read_bandwidth(Context& context, size_t bytes, int repeats) {
-  const Buffer buffer(bytes);
-  const size_t threads = static_cast<size_t>(context.pool.threads());
-  const size_t share = bytes / threads / 64 * 64;
-  std::vector<uint64_t> sums(threads * 8);
-  double best = 0;
-  for (int i = 0; i < repeats; ++i) {
-    const auto start = std::chrono::steady_clock::now();
-    context.pool.parallel_for(threads, [&](size_t task, int) {
-      const uint8_t* p = buffer.data() + task * share;
-      uint64_t sum[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-      for (size_t k = 0; k < share; k += 64) {
-        uint64_t v[8];
-        std::memcpy(v, p + k, 64);
-        for (int j = 0; j < 8; ++j) sum[j] += v[j];
-      }
-      for (int j = 0; j < 8; ++j) sums[task * 8 + static_cast<size_t>(j)] += sum[j];
-    });
-    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
-    best = std::max(best, static_cast<double>(share * threads) / seconds.count() / 1e9);
-  }
-  uint64_t total = 0;
-  for (const uint64_t s : sums) total += s;
-  if (total != 0) throw std::logic_error("the buffer of zeros is not zero");
-  return best;
 }
 
 }  // namespace
@@ -182,11 +153,6 @@ void bind_linear(nb::module_& m) {
         run_locked(c, [&] { log_softmax(c, px, n, cols, py); });
       },
       nb::arg("context"), nb::arg("x"), nb::arg("out"), "out = log_softmax(x) over the last axis, float32 [n, cols].");
-  m.def(
-      "read_bandwidth",
-      [](Context& c, size_t bytes, int repeats) { return run_locked(c, [&] { return read_bandwidth(c, bytes, repeats); }); },
-      nb::arg("context"), nb::arg("bytes") = size_t{256} << 20, nb::arg("repeats") = 5,
-      "Measured read bandwidth of all threads together, GB/s: the ceiling of a decode step.");
 }
 
 }  // namespace octavo

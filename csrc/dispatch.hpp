@@ -26,12 +26,20 @@ struct MathKernels {
   void (*log_softmax)(const float* x, size_t n, float* out);
 };
 
+/// Loops on registers alone: n rounds of them, returning the multiply-adds done.
+struct PeakKernels {
+  size_t (*f32)(size_t n);
+  size_t (*i16)(size_t n);  ///< 16-bit factors, 32-bit sums
+  size_t (*i8)(size_t n);   ///< 8-bit factors, 32-bit sums
+};
+
 struct KernelTable {
   const char* isa;
   MathKernels math;
   CodecKernels codecs;
   AttentionKernels attention;
   LinearKernels linear;
+  PeakKernels peaks;
 };
 
 /// The table for "portable", "avx2" or "avx512", or the best for "auto". Throws std::invalid_argument when the name is

@@ -13,6 +13,7 @@ const KernelTable& kernel_table() {
       .codecs = codec_kernels(),
       .attention = attention_kernels(),
       .linear = linear_kernels(),
+      .peaks = peak_kernels(),
   };
   return table;
 }

@@ -31,8 +31,9 @@ Linear::Linear(Context& context, std::span<const TensorView> stack, std::span<co
       throw LoadError("tensor " + t.name + " has " + std::to_string(t.cols) + " columns, but " + stack[0].name +
                       ", with which it is stacked, has " + std::to_string(cols_));
     const size_t blocks = divide_up(t.rows, kBlockRows), block_bytes = packed_block_bytes(t.type, t.cols);
-    Piece piece{{t.type, t.rows, t.cols, block_bytes, nullptr}, Buffer(blocks * block_bytes), rows_, blocks_};
-    uint8_t* data = piece.data.data();
+    const size_t bytes = blocks * block_bytes;
+    Piece piece{{t.type, t.rows, t.cols, block_bytes, nullptr}, context.weights.take(bytes), bytes, rows_, blocks_};
+    uint8_t* data = piece.data.get();
     piece.matrix.data = data;
     const size_t chunk = 1 + (size_t{1} << 17) / block_bytes;
     context.pool.parallel_for(divide_up(blocks, chunk), [&](size_t task, int) {
@@ -51,7 +52,7 @@ Linear::Linear(Context& context, std::span<const TensorView> stack, std::span<co
 
 size_t Linear::packed_bytes() const {
   size_t sum = 0;
-  for (const Piece& p : pieces_) sum += p.data.size();
+  for (const Piece& p : pieces_) sum += p.bytes;
   return sum;
 }
 

@@ -70,7 +70,8 @@ class Linear {
   friend class Mlp;
   struct Piece {
     PackedMatrix matrix;
-    Buffer data;
+    std::shared_ptr<uint8_t> data;
+    size_t bytes;
     size_t first_row, first_block;
   };
   std::vector<Piece> pieces_;

@@ -24,9 +24,10 @@ OCTAVO_INLINE BlockCodes<typename F::Codes, kBlocks> group_codes(const uint8_t* 
   return {Codes(p), Codes(kBlocks == 1 ? p : p + block_bytes)};
 }
 
-// Batch rows m .. m + kRows times blocks b .. b + kBlocks.
+// Batch rows m .. m + kRows times blocks b .. b + kBlocks. Asks for the weights `ahead` bytes further on: the hardware's own
+// prefetching starts anew in every block.
 template <class F, int kRows, int kBlocks>
-void tile_product(const PackedMatrix& w, const ActRows& x, size_t m, size_t b, const LinearOutput& to) {
+void tile_product(const PackedMatrix& w, const ActRows& x, size_t m, size_t b, size_t ahead, const LinearOutput& to) {
   const ActGroup* a = x.q + m * x.q_stride;
   const size_t stride = x.q_stride, row_stride = stride * (sizeof(ActGroup) / sizeof(int16_t));
   const uint8_t* t = w.data + b * w.block_bytes;
@@ -36,6 +37,8 @@ void tile_product(const PackedMatrix& w, const ActRows& x, size_t m, size_t b, c
 
   const size_t tiles = w.cols / (kGroup * F::kGroups);
   for (size_t k = 0; k < tiles; ++k, t += tile_bytes<F>()) {
+    for (size_t i = 0; i < tile_bytes<F>(); i += 64)
+      unroll<kBlocks>([&](auto j) OCTAVO_BODY { __builtin_prefetch(t + j * block_bytes + ahead + i); });
     typename F::Header header[kBlocks];
     unroll<kBlocks>([&](auto j) OCTAVO_BODY { header[j] = F::header(t + j * block_bytes); });
     for (size_t g = 0; g < F::kGroups; ++g, ++a) {
@@ -88,15 +91,15 @@ constexpr size_t kRowsAtOnce = OCTAVO_AVX2 ? 4 : 2;
 // All rows times the pair of blocks b, b + 1.
 template <class F>
 void pair_product(const PackedMatrix& w, const ActRows& x, size_t m0, size_t m1, size_t b, const LinearOutput& to) {
-  size_t m = m0;
-  for (; m + kRowsAtOnce <= m1; m += kRowsAtOnce)
-    tile_product<F, kRowsAtOnce, 2>(w, x, m, b, further(to, m - m0, 0));
+  size_t m = m0, ahead = 2 * w.block_bytes;  // the next pair; for the first rows only
+  for (; m + kRowsAtOnce <= m1; m += kRowsAtOnce, ahead = 0)
+    tile_product<F, kRowsAtOnce, 2>(w, x, m, b, ahead, further(to, m - m0, 0));
   const LinearOutput rest = further(to, m - m0, 0);
   if constexpr (kRowsAtOnce == 4) {
-    if (m1 - m == 3) return tile_product<F, 3, 2>(w, x, m, b, rest);
-    if (m1 - m == 2) return tile_product<F, 2, 2>(w, x, m, b, rest);
+    if (m1 - m == 3) return tile_product<F, 3, 2>(w, x, m, b, ahead, rest);
+    if (m1 - m == 2) return tile_product<F, 2, 2>(w, x, m, b, ahead, rest);
   }
-  if (m1 - m == 1) tile_product<F, 1, 2>(w, x, m, b, rest);
+  if (m1 - m == 1) tile_product<F, 1, 2>(w, x, m, b, ahead, rest);
 }
 
 // Pairs of blocks outermost: their weights stay in the first-level cache for all rows.
@@ -106,7 +109,7 @@ void product(const PackedMatrix& w, const ActRows& x, size_t m0, size_t m1, size
   size_t b = b0;
   for (; b + 2 <= b1; b += 2) pair_product<F>(w, x, m0, m1, b, further(to, 0, b - b0));
   if (b == b1) return;
-  for (size_t m = m0; m < m1; ++m) tile_product<F, 1, 1>(w, x, m, b, further(to, m - m0, b - b0));
+  for (size_t m = m0; m < m1; ++m) tile_product<F, 1, 1>(w, x, m, b, 0, further(to, m - m0, b - b0));
 }
 
 }  // namespace

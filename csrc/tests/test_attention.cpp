@@ -91,6 +91,7 @@ std::vector<float> run(Model& m, const std::vector<float>& qkv, size_t tokens, c
   for (size_t i = 0; i < tokens * half; ++i) cosine[i] = 0.6f, sine[i] = 0.8f;
 
   std::vector<float> result(tokens * m.out_width);
+  Step step(m.cache);
   size_t done = 0;
   for (const size_t n : chunks) {
     const int32_t rows[] = {0, static_cast<int32_t>(n)}, position = static_cast<int32_t>(done);
@@ -98,7 +99,7 @@ std::vector<float> run(Model& m, const std::vector<float>& qkv, size_t tokens, c
     const int64_t open = 0;
     const BatchView batch{memory.data, bytes, n, 1, static_cast<size_t>(entries[1]), rows, &position, entries,
                           offsets.data(), formats.data(), &open};
-    const Step step(m.cache, batch, {cosine.data, sine.data, tokens, 2 * half}, m.context.pool.threads());
+    step.assign(batch, {cosine.data, sine.data, tokens, 2 * half}, m.context.pool.threads());
     for (size_t layer = 0; layer < m.cache.open.layers.size(); ++layer) {
       Exact<float> x(n * m.width), y(n * m.out_width);
       std::memcpy(x.data, qkv.data() + done * m.width, x.size * sizeof(float));
@@ -197,7 +198,8 @@ TEST(attention_over_shared_pages_equals_each_alone) {
         const size_t n = rows * which.size();
         const BatchView batch{memory.data, bytes, n, which.size(), page_offset.size(), row_start.data(),
                               position.data(), entry_start.data(), page_offset.data(), page_format.data(), open.data()};
-        const Step step(model.cache, batch, rope, context.pool.threads());
+        Step step(model.cache);
+        step.assign(batch, rope, context.pool.threads());
         Exact<float> y(n * model.out_width);
         attend(context, step, {0, 1e-5f, 0.3f, nullptr, nullptr}, x.data, y.data);
         return std::pair{std::vector<float>(y.data, y.data + y.size), step.page_reads()};

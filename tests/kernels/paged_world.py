@@ -161,7 +161,9 @@ class World:
         }
 
     def build(self, arrays: dict[str, Any]) -> Any:
-        return _cpu.Step(self.context, self.cache, self.memory, cosine=self.cos, sine=self.sin, **arrays)
+        step = _cpu.Step(self.cache)
+        step.assign(self.context, self.memory, cosine=self.cos, sine=self.sin, **arrays)
+        return step
 
     def step(self, *work: tuple[Seq, int]) -> None:
         """Run the next n tokens of each sequence through all layers."""

@@ -16,10 +16,10 @@ Byte layout, T = ceil(page_size / 64), G = ceil(head_dim / 64):
              scales   float16  [n_heads, G, page_size]
              minima   float16  [n_heads, G, page_size]
 
-The codes of two rows in turn (`affine.stored_codes`) are packed in runs of 32, then one of 16 where it is needed to fill
-the row: byte j of a run of r codes holds code j in its low four bits and code j + r / 2 in its high four, so that one
-mask and one shift give two vectors of consecutive codes. head_dim must be a multiple of 8. The codes of all heads come
-first, then all scales, then all minima.
+The codes of two rows in turn (`affine.stored_codes`) are packed in runs of 32, then one of 16 where it is needed to
+fill the row: byte j of a run of r codes holds code j in its low four bits and code j + r / 2 in its high four, so that
+one mask and one shift give two vectors of consecutive codes. head_dim must be a multiple of 8. The codes of all heads
+come first, then all scales, then all minima.
 """
 
 from __future__ import annotations

@@ -87,6 +87,7 @@ class CpuAttention:
             [_plane(p) for p in fmt.values],
             fmt.page_bytes,
         )
+        self._step = _cpu.Step(self._cache)
         self._spec, self._page_size = spec, page_size
         for other in self._formats:
             self._register(other)
@@ -99,9 +100,9 @@ class CpuAttention:
         if batch is not self._batch:
             n = np.diff(batch.row_start)
             self._grow_tables(int((batch.position + n).max(initial=0)))
-            self._step = _cpu.Step(
+            self._batch = None
+            self._step.assign(
                 self._context,
-                self._cache,
                 batch.memory,
                 batch.row_start,
                 batch.position,
