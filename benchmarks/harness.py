@@ -21,7 +21,18 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAIRS = {
     "llama.cpp": {"f16": "f16", "int8": "q8_0", "int4": "q4_0"},
     "OpenVINO": {"f16": "f16", "int8": "u8", "int4": "u4"},
+    "transformers": {"f16": "f32", "int8": "f32", "int4": "f32"},
 }
+
+
+def caches(peer: str, pair: str) -> tuple[str, str]:
+    """Octavo's cache and the peer's, of a pair as "int8" or "int4:u8" names it."""
+    codec, _, other = pair.partition(":")
+    return codec, other or PAIRS[peer][codec]
+
+
+def label(peer: str, pair: str) -> str:
+    return " / ".join(caches(peer, pair))
 
 
 class BenchmarkError(Exception):
@@ -37,6 +48,11 @@ def load(name: str) -> dict[str, Any] | None:
     """What `save` wrote, or None."""
     path = RESULTS / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else None
+
+
+def taken() -> str:
+    """When and of which revision a result is."""
+    return f"{datetime.now(UTC).strftime('%Y-%m-%d %H:%M UTC')}, revision `{machine.describe()['revision']}`"
 
 
 def save(name: str, settings: dict[str, Any], results: Any) -> Path:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import PAIRS
+from benchmarks.harness import caches
 
 _COLOURS = {"f16": "#4c72b0", "int8": "#dd8452", "int4": "#55a868"}
 
 
-_STYLES = {"llama.cpp": "--s", "OpenVINO": ":^"}
+_STYLES = {"llama.cpp": "--s", "OpenVINO": ":^", "transformers": "-.x"}
 
 
 def speed(records: list[dict[str, Any]], kind: str, path: Path) -> None:
@@ -27,14 +27,17 @@ def speed(records: list[dict[str, Any]], kind: str, path: Path) -> None:
     for i, record in enumerate(records):
         peer = record["settings"]["peer"]
         sides = [("peer", _STYLES[peer], peer), *([("octavo", "-o", "Octavo")] if i == 0 else [])]
-        for codec, measured in record["results"]["pairs"].items():
+        for pair, measured in record["results"]["pairs"].items():
+            if ":" in pair:  # a second partner of a codec that has its own
+                continue
+            codec, other = caches(peer, pair)
             lengths = sorted(measured[kind], key=int)
             x = [int(n) for n in lengths]
             for side, style, name in reversed(sides):
                 s = [measured[kind][n][side] for n in lengths]
                 median = [e["median"] for e in s]
                 error = [[e["median"] - e["low"] for e in s], [e["high"] - e["median"] for e in s]]
-                label = f"{name} {codec if side == 'octavo' else PAIRS[peer][codec]}"
+                label = f"{name} {codec if side == 'octavo' else other}"
                 axes.errorbar(x, median, error, fmt=style, color=_COLOURS[codec], label=label, capsize=3, markersize=4)
     axes.set_xscale("log", base=2)
     axes.set_xticks(x, [f"{n:,}" for n in x])

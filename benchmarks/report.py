@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import memory, oracle, perplexity, plots, shared, speed
-from benchmarks.harness import PAIRS, RESULTS, BenchmarkError, load, table
+from benchmarks import memory, oracle, perplexity, plots, roofline, shared, speed, start
+from benchmarks.harness import RESULTS, BenchmarkError, label, load, table
 from benchmarks.protocol import ROOT
 
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
@@ -51,18 +51,19 @@ def machine(records: dict[str, Record]) -> str:
 def verdict(records: dict[str, Record]) -> str:
     """Every comparison that Octavo loses and every claim that does not hold, without choosing."""
     lost, won = [], []
-    for name in SPEED:
-        if name not in records:
-            continue
-        peer = records[name]["settings"]["peer"]
-        for codec, measured in records[name]["results"]["pairs"].items():
+    for record in speed_records(records):
+        settings = record["settings"]
+        what = "" if settings["model"] == speed.DEFAULT_MODEL else f", {settings['model']}"
+        what += ", streaming" if settings["streaming"] else ""
+        for pair, measured in record["results"]["pairs"].items():
             for kind in ("decode", "prefill"):
                 for n, entry in measured[kind].items():
                     ratio = entry["ratio"]
-                    text = f"{kind} {int(n):,}, {codec} / {peer} {PAIRS[peer][codec]}: {ratio['median']:.2f}"
+                    row = f"{kind} {int(n):,}{what}, {label(settings['peer'], pair)}"
+                    text = f"{row}, {settings['peer']}: {ratio['median']:.2f}"
                     (lost if ratio["median"] < 1 else won).append((ratio["median"], text))
-    for label, ratio in shared.ratios(records["shared"]) if "shared" in records else []:
-        (lost if ratio < 1 else won).append((ratio, f"{label}: {ratio:.2f}"))
+    for row, ratio in shared.ratios(records["shared"]) if "shared" in records else []:
+        (lost if ratio < 1 else won).append((ratio, f"{row}: {ratio:.2f}"))
     lines = ["Octavo's speed over a peer's, below 1:"]
     lines += [f"- {text}" for _, text in sorted(lost)] or ["- none"]
     lines += ["", "and above:"]
@@ -76,19 +77,28 @@ def verdict(records: dict[str, Record]) -> str:
     return "\n".join([*lines, "", "Bars on quality that are missed:", *(failed or ["- none"])])
 
 
+def speed_records(records: dict[str, Record]) -> list[Record]:
+    """Results of benchmarks.speed: the default model's first, streaming last, then by name."""
+    found = [(name, record) for name, record in records.items() if name.startswith("speed-")]
+    found.sort(key=lambda item: (item[1]["settings"]["streaming"], item[1]["settings"]["model"] != speed.DEFAULT_MODEL,
+                                 item[0]))  # fmt: skip
+    return [record for _, record in found]
+
+
 def speed_table(kind: str) -> Callable[[dict[str, Record]], str]:
     def make(records: dict[str, Record]) -> str:
         parts = []
-        for name in SPEED:
-            if name not in records:
+        for record in speed_records(records):
+            settings, pairs = record["settings"], record["results"]["pairs"]
+            if settings["streaming"] and kind == "prefill":
                 continue
-            record = records[name]
-            pairs = record["results"]["pairs"]
             load = max(p["other_load"]["other"] for p in pairs.values())
+            how = ", Octavo streaming from its server" if settings["streaming"] else ""
+            origins = sorted({pair.get("taken", _origin(record)) for pair in pairs.values()})
             parts.append(
-                f"{speed.markdown(record['settings']['peer'], pairs, kind)}\n\n{record['settings']['model']}; median "
-                f"(lowest-highest) of the runs. {_origin(record)}; everything else on the machine used at most "
-                f"{load:.2f} cores on average meanwhile."
+                f"{speed.markdown(settings['peer'], pairs, kind)}\n\n{settings['model']}{how}; median (lowest-highest) "
+                f"of the runs. {'; '.join(origins)}; everything else on the machine used at most {load:.2f} cores on "
+                f"average meanwhile."
             )
         return "\n\n".join([*parts, f"![{kind} speed](images/{kind}.svg)"])
 
@@ -98,7 +108,7 @@ def speed_table(kind: str) -> Callable[[dict[str, Record]], str]:
 def python_share(records: dict[str, Record]) -> str:
     rows = [
         [codec, f"{int(n):,}", f"{s['step_ms']:.2f}", f"{s['python_ms']:.2f}", f"{s['share']:.1%}"]
-        for codec, measured in records["speed-llama.cpp"]["results"]["pairs"].items()
+        for codec, measured in records["speed-OpenVINO"]["results"]["pairs"].items()
         for n, s in measured["python_share"].items()
     ]
     return table(["cache", "context", "step, ms", "outside C++, ms", "share"], rows)
@@ -107,6 +117,20 @@ def python_share(records: dict[str, Record]) -> str:
 def shared_table(records: dict[str, Record]) -> str:
     record = records["shared"]
     return f"{shared.markdown(record['results'])}\n\n{record['settings']['model']}; {_origin(record)}."
+
+
+def roofline_table(records: dict[str, Record]) -> str:
+    record = records["roofline"]
+    s = record["settings"]
+    return (
+        f"{roofline.markdown(record['results'])}\n\n{s['shape']}, {s['threads']} threads, "
+        f"{record['results']['isa']}; medians of {s['repeats']} turns. {_origin(record)}."
+    )
+
+
+def start_table(records: dict[str, Record]) -> str:
+    record = records["start"]
+    return f"{start.markdown(record['results'])}\n\n{record['settings']['model']}. {_origin(record)}."
 
 
 def perplexity_tables(records: dict[str, Record]) -> str:
@@ -135,16 +159,15 @@ def oracle_table(records: dict[str, Record]) -> str:
     return f"{oracle.markdown(record['results'])}\n\n{_origin(record)}."
 
 
-#: Results of benchmarks.speed, one per peer.
-SPEED = ("speed-llama.cpp", "speed-OpenVINO")
-
 #: Block -> the results that it needs, and how it is made of them.
 BLOCKS: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Record]], str]]] = {
-    "machine": (SPEED[:1], machine),
-    "verdict": ((*SPEED[:1], "perplexity"), verdict),
-    "decode": (SPEED[:1], speed_table("decode")),
-    "prefill": (SPEED[:1], speed_table("prefill")),
-    "python-share": (SPEED[:1], python_share),
+    "machine": (("speed-llama.cpp",), machine),
+    "verdict": (("speed-llama.cpp", "perplexity"), verdict),
+    "decode": (("speed-llama.cpp",), speed_table("decode")),
+    "prefill": (("speed-llama.cpp",), speed_table("prefill")),
+    "python-share": (("speed-OpenVINO",), python_share),
+    "roofline": (("roofline",), roofline_table),
+    "start": (("start",), start_table),
     "shared": (("shared",), shared_table),
     "perplexity": (("perplexity",), perplexity_tables),
     "memory": (("memory",), memory_tables),
@@ -154,9 +177,14 @@ BLOCKS: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Record]], str]]] = 
 
 def blocks() -> dict[str, str]:
     """All blocks whose results are there."""
-    names = {name for needs, _ in BLOCKS.values() for name in needs} | set(SPEED)
-    records = {name: record for name in names if (record := load(name)) is not None}
+    records = all_records()
     return {name: make(records) for name, (needs, make) in BLOCKS.items() if all(n in records for n in needs)}
+
+
+def all_records() -> dict[str, Record]:
+    names = {name for needs, _ in BLOCKS.values() for name in needs}
+    names |= {path.stem for path in RESULTS.glob("speed-*.json")}
+    return {name: record for name in names if (record := load(name)) is not None}
 
 
 def updated(document: str, made: dict[str, str]) -> str:
@@ -170,7 +198,8 @@ def updated(document: str, made: dict[str, str]) -> str:
 
 
 def draw(folder: Path) -> None:
-    records = [record for name in SPEED if (record := load(name)) is not None]
+    records = [r for r in speed_records(all_records())
+               if r["settings"]["model"] == speed.DEFAULT_MODEL and not r["settings"]["streaming"]]  # fmt: skip
     if records:
         for kind in ("decode", "prefill"):
             plots.speed(records, kind, folder / f"{kind}.svg")
@@ -182,11 +211,7 @@ def main() -> None:
     args = parser.parse_args()
     made = blocks()
     if args.update:
-        quick = [
-            name
-            for name in (*SPEED, "shared", "perplexity", "oracle")
-            if (load(name) or {"settings": {}})["settings"].get("quick")
-        ]
+        quick = [name for name, record in all_records().items() if record["settings"].get("quick")]
         if quick:
             raise BenchmarkError(f"results of a --quick run are not for the document: {', '.join(quick)}")
         DOCUMENT.write_text(updated(DOCUMENT.read_text(), made))

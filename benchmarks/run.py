@@ -1,4 +1,4 @@
-"""Everything, one after another: about an hour and a half on 2 cores, on an otherwise idle machine.
+"""Everything, one after another: about two and a half hours on 2 cores, on an otherwise idle machine.
 
     python -m benchmarks.run [--quick] [--only speed,memory] [--update]
 
@@ -22,7 +22,32 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...], bool]] = {
     "peers": ("peers", (), False),
     "speed": ("speed", ("--peer", "llama.cpp"), True),
     "speed-openvino": ("speed", ("--peer", "OpenVINO"), True),
+    "speed-transformers": ("speed", ("--peer", "transformers", "--pairs", "int8", "--prefill", "512,2048,8000"), True),
+    "speed-qwen": (
+        "speed",
+        (
+            "--model",
+            "qwen2.5-coder-0.5b",
+            "--peer",
+            "OpenVINO",
+            "--pairs",
+            "int8",
+            "--prefill",
+            "512,16000",
+            "--decode",
+            "128,4096,16000",
+        ),
+        False,
+    ),
+    "speed-qwen-llama.cpp": (
+        "speed",
+        ("--model", "qwen2.5-coder-0.5b", "--pairs", "int8,int8:f16", "--prefill", "512,4096", "--decode", "128,4096"),
+        False,
+    ),
+    "streaming": ("speed", ("--peer", "OpenVINO", "--pairs", "int8,int4:u8", "--streaming"), True),
     "shared": ("shared", (), True),
+    "start": ("start", (), True),
+    "roofline": ("roofline", (), True),
     "memory": ("memory", (), False),
     "perplexity": ("perplexity", (), True),
     "oracle": ("oracle", (), True),

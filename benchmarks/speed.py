@@ -1,26 +1,29 @@
 """Decode and prefill speed against a peer, in turn on the same machine, threads and tokens.
 
-    python -m benchmarks.speed [--peer llama.cpp|OpenVINO] [--quick] [--threads 2] [--model smollm2-135m] [--pairs int8]
+    python -m benchmarks.speed [--peer llama.cpp|OpenVINO|transformers] [--model smollm2-135m] [--pairs int8,int4:u8]
+                               [--prefill 512,2048] [--decode 128,8000] [--streaming] [--quick] [--threads 2]
 
-For each cache pair (Octavo's f16, int8 and int4 against llama.cpp's f16, q8_0 and q4_0 with flash attention, or
-OpenVINO's f16, u8 and u4) both engines are loaded in processes of their own and take turns: A B, A B, ... A figure is
-the median of its runs, with their range; a ratio is taken pair by pair, so that slow drift of the machine cancels.
-Prefill starts from an empty cache and ends when the next token is chosen. Decode generates greedily from a cache of the
-given length. Results are written to speed-PEER.json.
+For each pair of caches (Octavo's f16, int8 and int4 against llama.cpp's f16, q8_0 and q4_0 with flash attention,
+OpenVINO's f16, u8 and u4, or transformers' f32; others are named as OCTAVO:PEER) both engines are loaded in processes
+of their own and take turns: A B, A B, ... A figure is the median of its runs, with their range; a ratio is taken pair
+by pair, so that slow drift of the machine cancels. Prefill starts from an empty cache and ends when the next token is
+chosen. Decode generates greedily from a cache of the given length. With --streaming Octavo is its server, whose answer
+a client streams, while the peer stays a library. Results are written to speed-PEER[-MODEL][-streaming].json, beside
+those of pairs that an earlier run took with the same settings.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from benchmarks.harness import PAIRS, model_path, save, spread, table
+from benchmarks.harness import caches, label, load, model_path, save, spread, table, taken
 from benchmarks.machine import OtherLoad
 from benchmarks.protocol import Worker
 from benchmarks.texts import load_text
-from benchmarks.workers import PEERS, octavo_worker
+from benchmarks.workers import PEERS, octavo_worker, server_worker
 
 #: What one engine's threads may still do when its answer is out (they spin before they sleep).
 SETTLE_S = 0.2
@@ -45,6 +48,7 @@ class Plan:
 
 
 QUICK = Plan(prefill=(512, 2048), decode=(128, 2048), runs=3, long_budget_s=20.0, decode_tokens=16)
+DEFAULT_MODEL = "smollm2-135m"
 
 
 @dataclass
@@ -100,7 +104,6 @@ def measure_pair(octavo: Worker, peer: Worker, tokens: list[int], plan: Plan) ->
     return {
         "prefill": {str(n): turns.summary() for n, turns in prefill.items()},
         "decode": {str(n): turns.summary() for n, turns in decode.items()},
-        "python_share": {str(n): _python_share(octavo, n, plan.decode_tokens) for n in sorted(plan.decode)},
     }
 
 
@@ -114,15 +117,17 @@ def _python_share(octavo: Worker, context: int, n: int) -> dict[str, float]:
     }
 
 
-def run(model: str, threads: int, peer_name: str, pairs: list[str], plan: Plan) -> dict[str, Any]:
+def run(
+    model: str, threads: int, peer_name: str, pairs: list[str], plan: Plan, *, streaming: bool = False
+) -> dict[str, Any]:
     path = str(model_path(model))
     text = load_text("emma")
     results: dict[str, Any] = {"pairs": {}, "engines": {}}
     longest = max(*plan.prefill, *plan.decode)
     n_ctx = -(-(longest + plan.decode_tokens + 2) // 256) * 256
-    for codec in pairs:
-        other = PAIRS[peer_name][codec]
-        with octavo_worker() as octavo, PEERS[peer_name]() as peer:
+    for pair in pairs:
+        codec, other = caches(peer_name, pair)
+        with (server_worker if streaming else octavo_worker)() as octavo, PEERS[peer_name]() as peer:
             results["engines"][f"octavo {codec}"] = octavo.call(
                 "load", model=path, cache=codec, threads=threads, n_ctx=n_ctx
             )
@@ -133,19 +138,22 @@ def run(model: str, threads: int, peer_name: str, pairs: list[str], plan: Plan) 
             load = OtherLoad([octavo.pid, peer.pid])
             measured = measure_pair(octavo, peer, tokens[:longest], plan)
             measured["other_load"] = load.stop()
-            results["pairs"][codec] = measured
-        _print(peer_name, codec, measured)
+            if not streaming:
+                measured["python_share"] = {
+                    str(n): _python_share(octavo, n, plan.decode_tokens) for n in sorted(plan.decode)
+                }
+            measured["taken"] = taken()
+            results["pairs"][pair] = measured
+        _print(peer_name, pair, measured)
     return results
 
 
 def _print(peer: str, codec: str, measured: dict[str, Any]) -> None:
-    print(f"\n{codec} against {peer} {PAIRS[peer][codec]}, other load {measured['other_load']['other']:.2f} cores")
+    print(f"\n{label(peer, codec)}, {peer}, other load {measured['other_load']['other']:.2f} cores")
     print(markdown(peer, {codec: measured}, "prefill"))
     print(markdown(peer, {codec: measured}, "decode"))
-    share = measured["python_share"]
-    print(
-        "Python's share of a decode step: " + ", ".join(f"{n}: {s['share']:.1%}" for n, s in share.items()), flush=True
-    )
+    share = measured.get("python_share", {})
+    print("Python's share of a decode step:", ", ".join(f"{n}: {s['share']:.1%}" for n, s in share.items()), flush=True)
 
 
 def markdown(peer_name: str, pairs: dict[str, Any], kind: str) -> str:
@@ -155,7 +163,7 @@ def markdown(peer_name: str, pairs: dict[str, Any], kind: str) -> str:
         for n, entry in measured[kind].items():
             octavo, peer, ratio = entry["octavo"], entry["peer"], entry["ratio"]
             rows.append([
-                f"{codec} / {PAIRS[peer_name][codec]}", f"{int(n):,}", _cell(octavo), _cell(peer),
+                label(peer_name, codec), f"{int(n):,}", _cell(octavo), _cell(peer),
                 f"{ratio['median']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})", str(ratio["n"]),
             ])  # fmt: skip
     header = ["cache", "tokens", "Octavo tok/s", f"{peer_name} tok/s", "ratio", "runs"]
@@ -166,21 +174,43 @@ def _cell(s: dict[str, Any]) -> str:
     return f"{s['median']:.1f} ({s['low']:.1f}-{s['high']:.1f})"
 
 
+def lengths(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in text.split(","))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--peer", choices=PEERS, default="llama.cpp")
-    parser.add_argument("--pairs", default="f16,int8,int4", help="Octavo's codecs, comma-separated")
+    parser.add_argument("--pairs", default="f16,int8,int4", help="Octavo's codecs, or OCTAVO:PEER, comma-separated")
+    parser.add_argument("--prefill", type=lengths, help="prompt lengths, multiples of 512 but for the longest")
+    parser.add_argument("--decode", type=lengths, help="context lengths")
+    parser.add_argument("--runs", type=int)
+    parser.add_argument(
+        "--streaming", action="store_true", help="Octavo as a server with a streaming client; decode only"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer and shorter runs: a look, not a figure")
     args = parser.parse_args()
     plan = QUICK if args.quick else Plan()
-    results = run(args.model, args.threads, args.peer, args.pairs.split(","), plan)
+    given = {name: getattr(args, name) for name in ("prefill", "decode", "runs") if getattr(args, name)}
+    plan = replace(plan, **given)
+    if args.streaming:  # a server tells of no progress within a prompt, and reads one to fill the cache
+        plan = replace(plan, prefill=(max(plan.decode),), long_budget_s=0.0)
+    results = run(args.model, args.threads, args.peer, args.pairs.split(","), plan, streaming=args.streaming)
     settings = {
         "model": args.model, "peer": args.peer, "threads": args.threads, "quick": args.quick, "runs": plan.runs,
-        "decode_tokens": plan.decode_tokens, "long_budget_s": plan.long_budget_s,
+        "decode_tokens": plan.decode_tokens, "long_budget_s": plan.long_budget_s, "streaming": args.streaming,
     }  # fmt: skip
-    print(f"\nwritten to {save(f'speed-{args.peer}', settings, results)}")
+    name = f"speed-{args.peer}"
+    name += f"-{args.model}" if args.model != DEFAULT_MODEL else ""
+    name += "-streaming" if args.streaming else ""
+    # Pairs that an earlier run took in the same way stay.
+    before = load(name)
+    if before is not None and before["settings"] == settings:
+        for part in ("pairs", "engines"):
+            results[part] = {**before["results"][part], **results[part]}
+    print(f"\nwritten to {save(name, settings, results)}")
 
 
 if __name__ == "__main__":

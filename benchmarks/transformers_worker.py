@@ -5,6 +5,7 @@ Slow and large, and exact: no activation, key or value is rounded below float32.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,15 @@ from benchmarks.protocol import serve
 ROWS = 256
 
 
+#: Prompt tokens per call, as on the other sides.
+CHUNK = 512
+
+
 class TransformersWorker:
-    def load(self, model: str, threads: int) -> Mapping[str, Any]:
+    def load(self, model: str, threads: int, cache: str = "f32", n_ctx: int = 0) -> Mapping[str, Any]:
+        """The cache grows as needed, in float32; other types are refused."""
+        if cache != "f32":
+            raise ValueError(f"this worker has a float32 cache, not {cache}")
         torch.set_num_threads(threads)
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
@@ -27,7 +35,40 @@ class TransformersWorker:
         self._model = transformers.AutoModelForCausalLM.from_pretrained(
             path.parent, gguf_file=path.name, dtype=torch.float32
         ).eval()
-        return {"version": f"transformers {transformers.__version__}, torch {torch.__version__}"}
+        self._cache = transformers.DynamicCache(config=self._model.config)
+        version = f"transformers {transformers.__version__}"
+        return {"version": version, "system": f"torch {torch.__version__}", "n_ctx": n_ctx}
+
+    @torch.inference_mode()
+    def prefill(self, tokens: list[int], marks: list[int]) -> Mapping[str, Any]:
+        """From an empty cache; seconds until each of `marks` tokens is in it. The last mark, which must be len(tokens),
+        includes the choice of the next token."""
+        self._tokens = tokens
+        self._cache = transformers.DynamicCache(config=self._model.config)
+        seconds = {}
+        start = time.perf_counter()
+        for first in range(0, len(tokens), CHUNK):
+            done = min(first + CHUNK, len(tokens))
+            self._next(tokens[first:done])
+            if done in marks:
+                seconds[str(done)] = time.perf_counter() - start
+        return {"seconds": seconds}
+
+    @torch.inference_mode()
+    def decode(self, context: int, n: int) -> Mapping[str, Any]:
+        """Generate n tokens greedily behind the first `context` tokens of the last prefill, which stay in the cache."""
+        self._cache.crop(context - 1)
+        token = self._next(self._tokens[context - 1 : context])
+        seconds = []
+        for _ in range(n):
+            start = time.perf_counter()
+            token = self._next([token])
+            seconds.append(time.perf_counter() - start)
+        return {"seconds": seconds}
+
+    def _next(self, tokens: list[int]) -> int:
+        output = self._model(torch.tensor([tokens]), past_key_values=self._cache, logits_to_keep=1)
+        return int(output.logits[0, -1].argmax())
 
     @torch.inference_mode()
     def nll(self, tokens: list[int]) -> Mapping[str, Any]:
@@ -59,4 +100,7 @@ class TransformersWorker:
 
 if __name__ == "__main__":
     worker = TransformersWorker()
-    serve({"load": worker.load, "nll": worker.nll, "greedy_along": worker.greedy_along})
+    serve({
+        "load": worker.load, "prefill": worker.prefill, "decode": worker.decode, "nll": worker.nll,
+        "greedy_along": worker.greedy_along,
+    })  # fmt: skip

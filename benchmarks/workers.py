@@ -13,6 +13,10 @@ def octavo_worker() -> Worker:
     return Worker("Octavo", sys.executable, "benchmarks.octavo_worker")
 
 
+def server_worker() -> Worker:
+    return Worker("Octavo's server", sys.executable, "benchmarks.server_worker")
+
+
 def llama_worker() -> Worker:
     """Raises BenchmarkError where llama.cpp is not there and cannot be built."""
     return Worker("llama.cpp", llama_python(), "benchmarks.llama_worker")
@@ -29,4 +33,8 @@ def transformers_worker() -> Worker:
 
 
 #: Name of a peer -> how its worker is started.
-PEERS: dict[str, Callable[[], Worker]] = {"llama.cpp": llama_worker, "OpenVINO": openvino_worker}
+PEERS: dict[str, Callable[[], Worker]] = {
+    "llama.cpp": llama_worker,
+    "OpenVINO": openvino_worker,
+    "transformers": transformers_worker,
+}

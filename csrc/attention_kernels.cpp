@@ -35,8 +35,8 @@ struct Blocks {
 };
 
 /// A row's scores -> weights, in place: 2^(score - maximum), of an affine page with the page's own maximum, so that its
-/// largest weight is 1; factor[b] is what page b's weights are to be multiplied by. Gives the maximum of all and the sum
-/// of all weights. Lanes past the last token in its vector become 2^-126.
+/// largest weight is 1; factor[b] is what page b's weights are to be multiplied by. Gives the maximum of all and the
+/// sum of all weights. Lanes past the last token in its vector become 2^-126.
 OCTAVO_INLINE void softmax_row(const Blocks& blocks, float* score, float* factor, float* maximum, float* sum) {
   const f32x8 lowest = set1(-__builtin_inff());
   const size_t before = (blocks.n - 1) * blocks.tokens, whole = blocks.last_tokens / 8 * 8;
@@ -107,8 +107,8 @@ struct PlaneView {
   size_t head;
 };
 
-/// Planes in the order in which a split reads them: the pages' keys, then their values, then what comes after, if that is
-/// known.
+/// Planes in the order in which a split reads them: the pages' keys, then their values, then what comes after, if that
+/// is known.
 OCTAVO_INLINE PlaneView plane_at(const SplitJob& job, size_t i) {
   if (i < job.n_pages) return {job.pages[i].key, job.pages[i].keys, job.head};
   if (i >= 2 * job.n_pages && job.next != nullptr) return {job.next->key, job.next->keys, job.next_head};
@@ -126,8 +126,8 @@ OCTAVO_INLINE void fetch_scales(const PlaneShape& shape, const PlaneView& view) 
   }
 }
 
-/// While plane i is read: asks for the scales of the one after the next, which are needed first and lie apart, and gives
-/// the next one's codes.
+/// While plane i is read: asks for the scales of the one after the next, which are needed first and lie apart, and
+/// gives the next one's codes.
 OCTAVO_INLINE const uint8_t* fetch_ahead(const SplitJob& job, size_t i) {
   const PlaneShape& shape = job.shape->plane;
   fetch_scales(shape, plane_at(job, i + 2));

@@ -239,7 +239,8 @@ void Step::add_task(uint32_t split, const uint32_t* tiles, size_t n) {
 
 int Step::compare_pages(uint32_t a, uint32_t b, size_t from, size_t to) const {
   const size_t split_pages = cache_->shape.split_pages;
-  const auto end = [&](uint32_t t) { return std::min(to, tiles_[t].n_splits - 1); };  // the last has the tile's own page
+  // The last split has the tile's own page.
+  const auto end = [&](uint32_t t) { return std::min(to, tiles_[t].n_splits - 1); };
   const auto entry = [&](uint32_t t) { return entry_start_[own_[tiles_[t].own].segment]; };
   const size_t common = std::min(end(a), end(b)) * split_pages;
   for (size_t i = from * split_pages; i < common; ++i) {

@@ -25,6 +25,9 @@ struct Failure : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+/// How often memory was taken from the heap so far.
+size_t allocations();
+
 /// Every instruction set that runs on this machine.
 std::vector<const char*> isas();
 

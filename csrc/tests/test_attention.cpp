@@ -220,6 +220,53 @@ TEST(attention_over_shared_pages_equals_each_alone) {
     }
 }
 
+TEST(attention_takes_no_memory_once_it_has_run) {
+  Context context(2, "auto");
+  const size_t size = 16, half = 16, pages = 40, mates = 3;
+  Model model(context, {{size, 2, 2 * half}, 3, 2}, 2);
+  Exact<uint8_t> memory(mates * model.cache.open.page_bytes + (pages + mates) * model.cache.formats[3].page_bytes, 0);
+  std::vector<float> cosine((pages + 1) * size * half, 1.0f), sine(cosine.size(), 0.0f);
+  const RopeTable rope{cosine.data(), sine.data(), (pages + 1) * size, 2 * half};
+  // The mates share all pages but the one that they are about to fill.
+  std::vector<int32_t> row_start, position, entry_start;
+  std::vector<int64_t> page_offset, open;
+  std::vector<uint8_t> page_format;
+  const auto page = [&](size_t i) {
+    return static_cast<int64_t>(mates * model.cache.open.page_bytes + i * model.cache.formats[3].page_bytes);
+  };
+  Random random(1);
+  std::vector<float> x(pages * size * model.width), y(pages * size * model.out_width);
+  for (float& v : x) v = random.heavy();
+  Step step(model.cache);
+  const auto run = [&](size_t n_mates, size_t first, size_t rows) {
+    row_start.assign(1, 0), entry_start.assign(1, 0);
+    position.clear(), page_offset.clear(), open.clear(), page_format.clear();
+    for (size_t m = 0; m < n_mates; ++m) {
+      const size_t full = (first + rows) / size;
+      row_start.push_back(static_cast<int32_t>((m + 1) * rows));
+      position.push_back(static_cast<int32_t>(first));
+      for (size_t p = 0; p < full; ++p) page_offset.push_back(page(p + 1 == full && rows == 1 ? pages + m : p));
+      page_format.resize(page_offset.size(), 3);
+      entry_start.push_back(static_cast<int32_t>(page_offset.size()));
+      open.push_back(static_cast<int64_t>(m * model.cache.open.page_bytes));
+    }
+    const BatchView batch{memory.data, memory.size, n_mates * rows, n_mates, page_offset.size(), row_start.data(),
+                          position.data(), entry_start.data(), page_offset.data(), page_format.data(), open.data()};
+    const size_t before = test::allocations();
+    step.assign(batch, rope, 2);
+    for (size_t layer = 0; layer < 2; ++layer)
+      attend(context, step, {layer, 1e-5f, 0.3f, nullptr, nullptr}, x.data(), y.data());
+    return test::allocations() - before;
+  };
+  CHECK(run(1, 0, pages * size) > 0);
+  for (const size_t n : {size_t{1}, mates}) {
+    run(n, (pages - 1) * size + size - 1, 1);
+    CHECK(run(n, (pages - 1) * size + size - 1, 1) == 0, n << " sequences that complete a page");
+    run(n, pages * size, 1);
+    CHECK(run(n, pages * size, 1) == 0, n << " sequences");
+  }
+}
+
 TEST(attention_is_near_a_plain_loop) {
   for (const char* isa : test::isas()) {
     Context context(2, isa);

@@ -211,6 +211,46 @@ TEST(blocks_over_random_shapes) {
   }
 }
 
+TEST(blocks_take_no_memory_once_they_have_run) {
+  Context context(2, "auto");
+  Random random(3);
+  const size_t d = 64, width = 96, vocab = 40;
+  const std::vector<float> norm(d, 1.0f);
+  const Weights gate = random_weights(random, TensorType::Q4_0, width, d);
+  const Weights up = random_weights(random, TensorType::F16, width, d);
+  const Weights down = random_weights(random, TensorType::Q8_0, d, width);
+  const Weights out = random_weights(random, TensorType::Q6_K, vocab, 256);
+  const Mlp mlp(context, norm, 1e-5f, gate.view, up.view, down.view);
+  const std::vector<float> wide(256, 1.0f);
+  const Head head(context, wide, 1e-5f, out.view);
+  std::vector<float> hidden(2 * 256, 0.5f), logits(vocab);
+  const int32_t row = 1;
+  for (int i = 0; i < 2; ++i) {
+    const size_t before = test::allocations();
+    mlp.run(context, hidden.data(), 2);
+    head.run(context, hidden.data(), 2, &row, 1, logits.data());
+    CHECK((test::allocations() == before) == (i > 0), "call " << i);
+  }
+}
+
+TEST(weights_share_blocks_that_outlive_their_maker) {
+  std::shared_ptr<uint8_t> a, b, large;
+  {
+    WeightMemory memory;
+    a = memory.take(100);
+    large = memory.take(size_t{40} << 20);
+    b = memory.take(1000);
+    CHECK(b.get() - a.get() == 128, "what is too large for a block leaves the present one in use");
+    const auto c = memory.take(size_t{16} << 20), d = memory.take(size_t{16} << 20);
+    CHECK(reinterpret_cast<uintptr_t>(c.get()) % 64 == 0 && reinterpret_cast<uintptr_t>(d.get()) % 64 == 0);
+  }
+  for (size_t i = 0; i < 100; ++i) CHECK(a.get()[i] == 0);
+  std::memset(a.get(), 1, 100);
+  std::memset(b.get(), 2, 1000);
+  std::memset(large.get(), 3, size_t{40} << 20);
+  CHECK(a.get()[99] == 1 && b.get()[999] == 2);
+}
+
 TEST(linear_refuses_damaged_weights) {
   Random random(14);
   Context context(2, "auto");

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -421,3 +422,27 @@ def test_a_profile_accounts_for_every_step_and_changes_nothing() -> None:
     text = "\n".join(engine.profile.lines())
     assert "decode: 7 steps, 7 tokens" in text
     assert "MLP" in text
+
+
+def test_a_decode_step_makes_no_large_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of 30,000 tokens would be 120 KB; the context's pages 500 bytes."""
+    taken: list[int] = []
+    step = Engine._step
+
+    def watched(self: Engine) -> None:
+        tracemalloc.reset_peak()
+        before, _ = tracemalloc.get_traced_memory()
+        step(self)
+        taken.append(tracemalloc.get_traced_memory()[1] - before)
+
+    monkeypatch.setattr(Engine, "_step", watched)
+    engine = tiny_engine(CONFIG, spec=tiny_spec(vocab_size=30_000))
+    try:
+        llm = LLM.from_engine(engine)
+        tracemalloc.start()
+        llm.generate(prompt(900), replace(GREEDY, max_tokens=64))
+        tracemalloc.stop()
+    finally:
+        engine.close()
+    # Decode steps come last; the very last one ends the request. Publishing a page makes objects, not arrays.
+    assert max(taken[-50:-1]) < 16_384, taken

@@ -10,9 +10,9 @@ minimum = min(x) rounded down to float16; scale = (max(x) - minimum) / levels ro
 levels, taken against both as stored; value = code * scale + minimum. A group whose values all equal the stored minimum
 takes MIN_SCALE.
 
-Codes are stored less (levels + 1) / 2, in two's complement (small codes keep small what rounding a weight costs), and in
-pairs of rows, [n_heads, rows / 2, length, 2] (kernels multiply 16-bit integers whose products add up in pairs). Bytes
-after the codes: scales float16 [n_heads, groups, rows], then minima of the same shape.
+Codes are stored less (levels + 1) / 2, in two's complement (small codes keep small what rounding a weight costs), and
+in pairs of rows, [n_heads, rows / 2, length, 2] (kernels multiply 16-bit integers whose products add up in pairs).
+Bytes after the codes: scales float16 [n_heads, groups, rows], then minima of the same shape.
 """
 
 from __future__ import annotations

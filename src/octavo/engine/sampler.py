@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -38,9 +39,10 @@ class Sampler:
     def choose(self, logits: F32, position: int) -> int:
         """logits: float32 [vocab] -> token id. `position` is the new token's index in its sequence."""
         row = self._adjusted(logits) if self._adjusts else logits
-        if not np.isfinite(row.max()):
+        best = int(row.argmax())  # of a NaN, where there is one
+        if not math.isfinite(row[best]):
             raise OctavoError("the model's logits are not finite numbers; its weights may be damaged")
-        token = int(np.argmax(row)) if self._params.temperature == 0 else self._draw(row, position)
+        token = best if self._params.temperature == 0 else self._draw(row, np.float64(row[best]), position)
         if self._adjusts:
             self._counts[token] += 1
         return token
@@ -59,9 +61,9 @@ class Sampler:
             row[token] += np.float32(bias)
         return row
 
-    def _draw(self, row: F32, position: int) -> int:
+    def _draw(self, row: F32, top: np.float64, position: int) -> int:
+        """top: the largest of the row."""
         p = self._params
-        top = np.float64(row.max())
         bound, size, total = len(row), len(row), None
         if p.top_k:
             bound = size = min(p.top_k, len(row))

@@ -100,7 +100,7 @@ class Ops(Protocol):
         ...
 
     def head(self, head: Any, hidden: F32, rows: Sequence[int] | I32) -> F32:
-        """Logits of the given rows: float32 [len(rows), vocab_size]. The caller owns the result."""
+        """Logits of the given rows: float32 [len(rows), vocab_size]; the caller's until the next head."""
         ...
 
     def log_softmax(self, logits: F32) -> F32:

@@ -46,6 +46,7 @@ class CpuOps:
         self.arithmetic = f"{self.context.isa}/{_cpu.KERNEL_REVISION}"
         self._attention = CpuAttention(self.context)
         self._hidden = np.empty((0, 0), np.float32)
+        self._logits = np.empty((0, 0), np.float32)
 
     def prepare_embedding(self, weight: Tensor) -> Any:
         return _cpu.Embedding(self.context, stored(weight)), weight.cols
@@ -66,9 +67,8 @@ class CpuOps:
 
     def embed(self, embedding: Any, tokens: I32) -> F32:
         table, d_model = embedding
-        if len(self._hidden) < len(tokens) or self._hidden.shape[1] != d_model:
-            self._hidden = np.empty((len(tokens), d_model), np.float32)
-        hidden: F32 = self._hidden[: len(tokens)]
+        self._hidden = _at_least(self._hidden, len(tokens), d_model)
+        hidden = self._hidden[: len(tokens)]
         table.lookup(self.context, tokens, hidden)
         return hidden
 
@@ -79,7 +79,8 @@ class CpuOps:
         block.run(self.context, hidden)
 
     def head(self, head: Any, hidden: F32, rows: Sequence[int] | I32) -> F32:
-        out = np.empty((len(rows), head.rows), np.float32)
+        self._logits = _at_least(self._logits, len(rows), head.rows)
+        out = self._logits[: len(rows)]
         head.run(self.context, hidden, np.ascontiguousarray(rows, dtype=np.int32), out)
         return out
 
@@ -87,6 +88,13 @@ class CpuOps:
         out = np.empty_like(logits)
         _cpu.log_softmax(self.context, logits, out)
         return out
+
+
+def _at_least(buffer: F32, rows: int, cols: int) -> F32:
+    """The buffer, or a larger one in its place."""
+    if len(buffer) >= rows and buffer.shape[1] == cols:
+        return buffer
+    return np.empty((rows, cols), np.float32)
 
 
 def usable_cores() -> int:

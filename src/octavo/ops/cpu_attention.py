@@ -64,7 +64,9 @@ class CpuAttention:
 
     def run(self, block: Any, hidden: F32, batch: Batch) -> None:
         """hidden [n, d_model] += the block's output for the batch."""
-        block.run(self._context, self._step_of(batch), hidden)
+        if batch is not self._batch:
+            self._assign(batch)
+        block.run(self._context, self._step, hidden)
 
     def _set_model(self, spec: ModelSpec, page_size: int) -> None:
         if self._spec is not None:
@@ -96,25 +98,23 @@ class CpuAttention:
         keys, values = [_plane(p) for p in fmt.keys], [_plane(p) for p in fmt.values]
         self._cache.add_format(self._context, keys, values, fmt.page_bytes)
 
-    def _step_of(self, batch: Batch) -> Any:
-        if batch is not self._batch:
-            n = np.diff(batch.row_start)
-            self._grow_tables(int((batch.position + n).max(initial=0)))
-            self._batch = None
-            self._step.assign(
-                self._context,
-                batch.memory,
-                batch.row_start,
-                batch.position,
-                batch.entry_start,
-                batch.page_offset,
-                batch.page_format,
-                batch.open_offset,
-                self._cos,
-                self._sin,
-            )
-            self._batch = batch
-        return self._step
+    def _assign(self, batch: Batch) -> None:
+        """Turn the batch into the step that all layers run."""
+        self._grow_tables(int((batch.position + batch.row_start[1:] - batch.row_start[:-1]).max()))
+        self._batch = None
+        self._step.assign(
+            self._context,
+            batch.memory,
+            batch.row_start,
+            batch.position,
+            batch.entry_start,
+            batch.page_offset,
+            batch.page_format,
+            batch.open_offset,
+            self._cos,
+            self._sin,
+        )
+        self._batch = batch
 
     def _grow_tables(self, n: int) -> None:
         if n > len(self._cos) or not len(self._cos):
