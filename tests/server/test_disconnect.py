@@ -7,14 +7,16 @@ import logging
 import socket
 import threading
 import time
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
+from octavo.api.settings import ServerSettings
 from octavo.engine.client import EngineClient
 
-from .running import RunningServer
+from .running import RunningServer, running_server
 from .scripted import Script, ScriptedEngine
 
 
@@ -66,6 +68,25 @@ def test_disconnect_cancels(
     assert "unexpected" not in caplog.text
     with server.client() as client:
         assert 'request_success_total{finished_reason="abort"' in client.get("/metrics").text
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the system cannot tell")
+def test_a_client_that_stops_reading_is_cut_off(settings: ServerSettings) -> None:
+    engine = ScriptedEngine(max_model_len=1_000_000)
+    engine.script = Script(reply="x" * 100_000)  # 20 MB of events, far more than sockets hold
+    with running_server(engine, replace(settings, write_timeout_s=1.0)) as server, connect(server) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        post(
+            connection, "/v1/completions", {"model": "scripted", "prompt": "hi", "stream": True, "max_tokens": 100_000}
+        )
+        assert b"200 OK" in connection.recv(1024)
+        engine.wait_until("running")
+        deadline = time.monotonic() + 20
+        while len(server.server._generations) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert len(server.server._generations) == 0
+        with server.client() as client:
+            assert client.get("/health").status_code == 200
 
 
 def test_disconnect_in_the_body(server: RunningServer, scripted: ScriptedEngine) -> None:

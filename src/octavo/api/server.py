@@ -39,6 +39,9 @@ def bind(settings: ServerSettings) -> socket.socket:
     try:
         if os.name == "posix":
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            # Connections inherit it. One whose client takes nothing is reset: else its answer would pile up here.
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * settings.write_timeout_s))
         listener.bind(address)
     except OSError as error:
         listener.close()

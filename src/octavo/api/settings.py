@@ -20,6 +20,7 @@ class ServerSettings:
         api_keys: keys that clients must send; none leaves the server open.
         max_body_bytes: larger requests are refused.
         body_timeout_s: a request's body must arrive within this time.
+        write_timeout_s: a client that takes none of its answer for so long is cut off (where the system can tell).
         keepalive_s: a stream that is silent for so long sends a comment.
         drain_s: at shutdown, streams may go on for so long.
         max_watchers: browsers that may watch the cache at once.
@@ -33,6 +34,7 @@ class ServerSettings:
     api_keys: ApiKeys = field(default_factory=ApiKeys)
     max_body_bytes: int = 16 << 20
     body_timeout_s: float = 60.0
+    write_timeout_s: float = 60.0
     keepalive_s: float = 15.0
     drain_s: float = 5.0
     max_watchers: int = 32
