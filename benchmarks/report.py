@@ -62,8 +62,9 @@ def verdict(records: dict[str, Record]) -> str:
                     row = f"{kind} {int(n):,}{what}, {label(settings['peer'], pair)}"
                     text = f"{row}, {settings['peer']}: {ratio['median']:.2f}"
                     (lost if ratio["median"] < 1 else won).append((ratio["median"], text))
-    for row, ratio in shared.ratios(records["shared"]) if "shared" in records else []:
-        (lost if ratio < 1 else won).append((ratio, f"{row}: {ratio:.2f}"))
+    for record in shared_records(records):
+        for row, ratio in shared.ratios(record):
+            (lost if ratio < 1 else won).append((ratio, f"{row}: {ratio:.2f}"))
     lines = ["Octavo's speed over a peer's, below 1:"]
     lines += [f"- {text}" for _, text in sorted(lost)] or ["- none"]
     lines += ["", "and above:"]
@@ -114,9 +115,16 @@ def python_share(records: dict[str, Record]) -> str:
     return table(["cache", "context", "step, ms", "outside C++, ms", "share"], rows)
 
 
+def shared_records(records: dict[str, Record]) -> list[Record]:
+    return [record for name, record in sorted(records.items()) if name.startswith("shared-")]
+
+
 def shared_table(records: dict[str, Record]) -> str:
-    record = records["shared"]
-    return f"{shared.markdown(record['results'])}\n\n{record['settings']['model']}; {_origin(record)}."
+    return "\n\n".join(
+        f"{shared.markdown(record['settings']['peer'], record['results'])}\n\n{record['settings']['model']}; "
+        f"{_origin(record)}."
+        for record in shared_records(records)
+    )
 
 
 def roofline_table(records: dict[str, Record]) -> str:
@@ -168,7 +176,7 @@ BLOCKS: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Record]], str]]] = 
     "python-share": (("speed-OpenVINO",), python_share),
     "roofline": (("roofline",), roofline_table),
     "start": (("start",), start_table),
-    "shared": (("shared",), shared_table),
+    "shared": (("shared-OpenVINO",), shared_table),
     "perplexity": (("perplexity",), perplexity_tables),
     "memory": (("memory",), memory_tables),
     "oracle": (("oracle",), oracle_table),
@@ -183,7 +191,7 @@ def blocks() -> dict[str, str]:
 
 def all_records() -> dict[str, Record]:
     names = {name for needs, _ in BLOCKS.values() for name in needs}
-    names |= {path.stem for path in RESULTS.glob("speed-*.json")}
+    names |= {path.stem for kind in ("speed", "shared") for path in RESULTS.glob(f"{kind}-*.json")}
     return {name: record for name in names if (record := load(name)) is not None}
 
 

@@ -1,6 +1,6 @@
-"""Requests that share a prefix, against OpenVINO GenAI: in turn on the same machine, threads and tokens.
+"""Requests that share a prefix, against a peer with prefix caching: in turn on the same machine, threads and tokens.
 
-    python -m benchmarks.shared [--quick] [--threads 2] [--model smollm2-135m] [--codec int8]
+    python -m benchmarks.shared [--peer OpenVINO|vLLM] [--quick] [--threads 2] [--model smollm2-135m] [--codec int8]
 
 - decode of 8: sequences that share a cached prefix and decode together; tokens per second of all of them, from the last
   one's first token to the first one's last.
@@ -21,9 +21,9 @@ from benchmarks.harness import PAIRS, model_path, save, spread, table
 from benchmarks.machine import OtherLoad
 from benchmarks.protocol import Worker
 from benchmarks.texts import load_text
-from benchmarks.workers import PEERS, octavo_worker
+from benchmarks.workers import PEERS, octavo_worker, peer_model
 
-PEER = "OpenVINO"
+PEERS_HERE = ("OpenVINO", "vLLM")
 N_SEQUENCES = 8
 TAIL = 32
 SETTLE_S = 0.2
@@ -51,16 +51,19 @@ def last_first(times: list[list[float]]) -> float:
     return max(t[0] for t in times)
 
 
-def run(model: str, threads: int, codec: str, plan: Plan) -> dict[str, Any]:
-    path = str(model_path(model))
+def run(model: str, threads: int, peer_name: str, codec: str, plan: Plan) -> dict[str, Any]:
+    path = model_path(model)
     longest = max(*plan.decode, plan.hit, plan.stampede)
     n_ctx = longest + TAIL + plan.decode_tokens + 64
     text = load_text("emma")
-    with octavo_worker() as octavo, PEERS[PEER]() as peer:
+    with octavo_worker() as octavo, PEERS[peer_name]() as peer:
         sides = {"octavo": octavo, "peer": peer}
-        caches = {"octavo": codec, "peer": PAIRS[PEER][codec]}
+        caches = {"octavo": codec, "peer": PAIRS[peer_name][codec]}
+        models = {"octavo": str(path), "peer": peer_model(peer_name, path)}
         engines = {
-            f"{side} {caches[side]}": worker.call("load", model=path, cache=caches[side], threads=threads, n_ctx=n_ctx)
+            f"{side} {caches[side]}": worker.call(
+                "load", model=models[side], cache=caches[side], threads=threads, n_ctx=n_ctx
+            )
             for side, worker in sides.items()
         }
         n_tails = (N_SEQUENCES + 1) * TAIL
@@ -77,7 +80,7 @@ def run(model: str, threads: int, codec: str, plan: Plan) -> dict[str, Any]:
                 for side, worker in sides.items():
                     time.sleep(SETTLE_S)
                     rows[name][side].append(figure(_together(worker, prefix, tails[:n_requests], n, warm)))
-            _print_row(name, rows[name])
+            _print_row(peer_name, name, rows[name])
 
         for n_prefix in plan.decode:
             measure(f"decode of {N_SEQUENCES}, {n_prefix:,} shared, tokens/s", n_prefix, N_SEQUENCES,
@@ -97,9 +100,9 @@ def _ratios(name: str, row: dict[str, list[float]]) -> list[float]:
     return [a / b if is_rate else b / a for a, b in zip(row["octavo"], row["peer"], strict=True)]
 
 
-def _print_row(name: str, row: dict[str, list[float]]) -> None:
+def _print_row(peer: str, name: str, row: dict[str, list[float]]) -> None:
     print(
-        f"{name}: Octavo {spread(row['octavo'])}, {PEER} {spread(row['peer'])}, {spread(_ratios(name, row))}",
+        f"{name}: Octavo {spread(row['octavo'])}, {peer} {spread(row['peer'])}, {spread(_ratios(name, row))}",
         flush=True,
     )
 
@@ -107,12 +110,12 @@ def _print_row(name: str, row: dict[str, list[float]]) -> None:
 def ratios(record: dict[str, Any]) -> list[tuple[str, float]]:
     """What each row's ratio to the peer is, in the median."""
     return [
-        (f"{name.rpartition(',')[0]}, {PEER}", spread(_ratios(name, row))["median"])
+        (f"{name.rpartition(',')[0]}, {record['settings']['peer']}", spread(_ratios(name, row))["median"])
         for name, row in record["results"]["rows"].items()
     ]
 
 
-def markdown(results: dict[str, Any]) -> str:
+def markdown(peer: str, results: dict[str, Any]) -> str:
     rows = []
     for name, row in results["rows"].items():
         ratio = spread(_ratios(name, row))
@@ -121,7 +124,7 @@ def markdown(results: dict[str, Any]) -> str:
         ]
         rows.append([name, *cells, f"{ratio['median']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})", str(ratio["n"])])
     caches = results["caches"]
-    header = ["work", f"Octavo {caches['octavo']}", f"{PEER} {caches['peer']}", "ratio", "runs"]
+    header = ["work", f"Octavo {caches['octavo']}", f"{peer} {caches['peer']}", "ratio", "runs"]
     return table(header, rows)
 
 
@@ -129,19 +132,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--codec", default="int8", choices=PAIRS[PEER])
+    parser.add_argument("--peer", default="OpenVINO", choices=PEERS_HERE)
+    parser.add_argument("--codec", default="int8", choices=PAIRS["OpenVINO"])
     parser.add_argument("--quick", action="store_true", help="fewer and shorter runs: a look, not a figure")
     args = parser.parse_args()
     plan = QUICK if args.quick else Plan()
-    results = run(args.model, args.threads, args.codec, plan)
+    results = run(args.model, args.threads, args.peer, args.codec, plan)
     settings = {
         "model": args.model,
+        "peer": args.peer,
         "threads": args.threads,
         "quick": args.quick,
         "runs": plan.runs,
         "codec": args.codec,
     }
-    print(f"\nwritten to {save('shared', settings, results)}")
+    print(f"\nwritten to {save(f'shared-{args.peer}', settings, results)}")
 
 
 if __name__ == "__main__":

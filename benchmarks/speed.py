@@ -1,7 +1,8 @@
 """Decode and prefill speed against a peer, in turn on the same machine, threads and tokens.
 
-    python -m benchmarks.speed [--peer llama.cpp|OpenVINO|transformers] [--model smollm2-135m] [--pairs int8,int4:u8]
-                               [--prefill 512,2048] [--decode 128,8000] [--streaming] [--quick] [--threads 2]
+    python -m benchmarks.speed [--peer llama.cpp|OpenVINO|transformers|vLLM] [--pairs int8,int4:u8]
+                               [--model smollm2-135m] [--prefill 512,2048] [--decode 128,8000] [--streaming] [--quick]
+                               [--threads 2]
 
 For each pair of caches (Octavo's f16, int8 and int4 against llama.cpp's f16, q8_0 and q4_0 with flash attention,
 OpenVINO's f16, u8 and u4, or transformers' f32; others are named as OCTAVO:PEER) both engines are loaded in processes
@@ -23,7 +24,7 @@ from benchmarks.harness import caches, label, load, model_path, save, spread, ta
 from benchmarks.machine import OtherLoad
 from benchmarks.protocol import Worker
 from benchmarks.texts import load_text
-from benchmarks.workers import PEERS, octavo_worker, server_worker
+from benchmarks.workers import PEERS, octavo_worker, peer_model, server_worker
 
 #: What one engine's threads may still do when its answer is out (they spin before they sleep).
 SETTLE_S = 0.2
@@ -120,7 +121,7 @@ def _python_share(octavo: Worker, context: int, n: int) -> dict[str, float]:
 def run(
     model: str, threads: int, peer_name: str, pairs: list[str], plan: Plan, *, streaming: bool = False
 ) -> dict[str, Any]:
-    path = str(model_path(model))
+    path = model_path(model)
     text = load_text("emma")
     results: dict[str, Any] = {"pairs": {}, "engines": {}}
     longest = max(*plan.prefill, *plan.decode)
@@ -129,10 +130,10 @@ def run(
         codec, other = caches(peer_name, pair)
         with (server_worker if streaming else octavo_worker)() as octavo, PEERS[peer_name]() as peer:
             results["engines"][f"octavo {codec}"] = octavo.call(
-                "load", model=path, cache=codec, threads=threads, n_ctx=n_ctx
+                "load", model=str(path), cache=codec, threads=threads, n_ctx=n_ctx
             )
             results["engines"][f"{peer_name} {other}"] = peer.call(
-                "load", model=path, cache=other, threads=threads, n_ctx=n_ctx
+                "load", model=peer_model(peer_name, path), cache=other, threads=threads, n_ctx=n_ctx
             )
             tokens = octavo.call("tokenize", text=text[: 8 * longest])["tokens"]
             load = OtherLoad([octavo.pid, peer.pid])

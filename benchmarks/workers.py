@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
-from benchmarks.peers import llama_python, openvino_python
-from benchmarks.protocol import Worker
+from benchmarks.peers import llama_python, openvino_python, vllm_python
+from benchmarks.protocol import ROOT, Worker
 
 
 def octavo_worker() -> Worker:
@@ -32,9 +33,35 @@ def transformers_worker() -> Worker:
     return Worker("transformers", sys.executable, "benchmarks.transformers_worker", {"TQDM_DISABLE": "1"})
 
 
+def vllm_worker() -> Worker:
+    """Raises BenchmarkError where vLLM's CPU build is not there and cannot be installed."""
+    return Worker("vLLM", vllm_python(), "benchmarks.vllm_worker")
+
+
 #: Name of a peer -> how its worker is started.
 PEERS: dict[str, Callable[[], Worker]] = {
     "llama.cpp": llama_worker,
     "OpenVINO": openvino_worker,
     "transformers": transformers_worker,
+    "vLLM": vllm_worker,
 }
+
+
+def peer_model(peer: str, path: Path) -> str:
+    """The model as a peer reads it: the GGUF file, or a checkpoint of its weights, dequantized."""
+    return str(dequantized(path) if peer == "vLLM" else path)
+
+
+def dequantized(path: Path) -> Path:
+    """A directory with the file's weights in float32, written once. Needs the extra `test`."""
+    directory = ROOT / ".bench" / "checkpoints" / path.stem
+    if not (directory / "config.json").exists():
+        import transformers
+
+        arguments = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+        model = transformers.AutoModelForCausalLM.from_pretrained(**arguments, dtype="float32")
+        partial = directory.with_suffix(".partial")
+        model.save_pretrained(partial)
+        transformers.AutoTokenizer.from_pretrained(**arguments).save_pretrained(partial)
+        partial.rename(directory)
+    return directory
