@@ -60,8 +60,12 @@ def dequantized(path: Path) -> Path:
 
         arguments = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
         model = transformers.AutoModelForCausalLM.from_pretrained(**arguments, dtype="float32")
+        config = model.config
+        del config.quantization_config  # else the dequantized weights count as quantized, and are not written
+        plain = transformers.AutoModelForCausalLM.from_config(config)
+        plain.load_state_dict(model.state_dict())
         partial = directory.with_suffix(".partial")
-        model.save_pretrained(partial)
+        plain.save_pretrained(partial)
         transformers.AutoTokenizer.from_pretrained(**arguments).save_pretrained(partial)
         partial.rename(directory)
     return directory
