@@ -57,7 +57,7 @@ class TransformersWorker:
     @torch.inference_mode()
     def decode(self, context: int, n: int) -> Mapping[str, Any]:
         """Generate n tokens greedily behind the first `context` tokens of the last prefill, which stay in the cache."""
-        self._cache.crop(context - 1)
+        self._cache.crop(context - 1 - self._cache.get_seq_length())  # a negative number: how many go
         token = self._next(self._tokens[context - 1 : context])
         seconds = []
         for _ in range(n):
