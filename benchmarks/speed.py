@@ -189,7 +189,9 @@ def main() -> None:
     parser.add_argument("--decode", type=lengths, help="context lengths")
     parser.add_argument("--runs", type=int)
     parser.add_argument(
-        "--streaming", action="store_true", help="Octavo as a server with a streaming client; decode only"
+        "--streaming",
+        action="store_true",
+        help="Octavo as a server with a streaming client; of prefill the longest only",
     )
     parser.add_argument("--quick", action="store_true", help="fewer and shorter runs: a look, not a figure")
     args = parser.parse_args()

@@ -130,7 +130,7 @@ class AttentionRun {
       job.shape = &shape_;
       job.rope_dim = step_.rope_.dim;
       job.norm_eps = p_.norm_eps;
-      job.score_scale = p_.softmax_scale * 1.44269504f;
+      job.score_scale = p_.softmax_scale * 1.44269504f;  // 1 / ln 2
       job.q_norm = p_.q_norm;
       job.k_norm = p_.k_norm;
       job.q_step = step_.n_rows() * group_ * d_;

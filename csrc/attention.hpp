@@ -60,14 +60,14 @@ struct RopeTable {
   size_t dim;
 };
 
-/// A batch, checked and cut into work: once per step, used by every layer. One object serves all steps, so that once its
-/// vectors have grown a step allocates nothing.
+/// A batch, checked and cut into work: once per step, used by every layer. One object serves all steps, so that once
+/// its vectors have grown a step allocates nothing.
 class Step {
  public:
   explicit Step(const CacheLayout& cache) : cache_(&cache) {}
 
-  /// Throws std::invalid_argument where the batch contradicts itself or reaches past memory or the table; the object then
-  /// holds no batch. Keeps references to cache, memory and table.
+  /// Throws std::invalid_argument where the batch contradicts itself or reaches past memory or the table; the object
+  /// then holds no batch. Keeps references to cache, memory and table.
   void assign(const BatchView& batch, const RopeTable& rope, int threads);
 
   /// The tokens of one segment that lie in one page.
@@ -114,8 +114,8 @@ class Step {
   void add_task(uint32_t split, const uint32_t* tiles, size_t n);
   /// Fills shared_ and order_.
   void find_shared_splits();
-  /// Below, at or above zero as tile a's pages of whole splits [from, to) sort before, with or behind b's; those that end
-  /// first sort first.
+  /// Below, at or above zero as tile a's pages of whole splits [from, to) sort before, with or behind b's; those that
+  /// end first sort first.
   int compare_pages(uint32_t a, uint32_t b, size_t from, size_t to) const;
 
   const CacheLayout* cache_;

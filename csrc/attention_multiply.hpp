@@ -1,5 +1,5 @@
-// Rows of weights (queries, or probabilities) by a stored head whose columns lie in lanes (tokens for keys, channels for
-// values): scores and weighted values are this same product. Kernel sources only, as simd.hpp.
+// Rows of weights (queries, or probabilities) by a stored head whose columns lie in lanes (tokens for keys, channels
+// for values): scores and weighted values are this same product. Kernel sources only, as simd.hpp.
 //
 // Each (row, column) is one chain over the head's rows, so that it has the same bits however many rows of weights are
 // multiplied at once. A few of them read the packed head itself, more read it after it has been unpacked once.
@@ -94,10 +94,11 @@ OCTAVO_INLINE void multiply_exact(const Product& p) {
 
 // ---- affine codecs ----
 //
-// With m[k], the value of row k at code 0 as stored, sum of w[k] * value[k] is the sum of (w[k] * scale[k]) * code, plus
-// the sum of w[k] * m[k]. The weights, of magnitude 1 at most, times their scales are rounded to 16-bit integers, whose
+// With m[k], the value of row k at code 0 as stored, sum of w[k] * value[k] is the sum of (w[k] * scale[k]) * code,
+// plus the sum of w[k] * m[k]. The weights, of magnitude 1 at most, times their scales are rounded to 16-bit integers, whose
 // unit is the largest scale / kLargest; products with codes then add up exactly. That rounding is at most half of
-// 1 / kLargest of the largest weight that the page could have: a hundredth of what rounding values to 8 bits costs.
+// 1 / kLargest of the largest weight that the page could have. On normal values it costs 0.8 % of what their rounding to
+// 8 bits does.
 
 /// Weight rows that share the registers: 6 rows of 2 vectors.
 inline constexpr size_t kCodeRows = 6;
@@ -169,13 +170,17 @@ OCTAVO_INLINE void dot_rows(const Product& p, const Reader& reader, const Affine
                             int16_t* weights) {
   const size_t rows = n_rows(*p.shape, p.coding.role), columns = n_columns(*p.shape, p.coding.role);
   const float largest = kLargest * static_cast<float>(min_of(rows, kRowsInRange)) / static_cast<float>(rows);
-  float factor[R], base[R];
-  for (int r = 0; r < R; ++r) factor[r] = p.unit[(first + static_cast<size_t>(r)) * p.unit_step] * (terms.top / largest);
+  const float zero = static_cast<float>(middle(p.coding.codec));
+  float unit[R], factor[R], base[R];
+  for (int r = 0; r < R; ++r) {
+    unit[r] = p.unit[(first + static_cast<size_t>(r)) * p.unit_step];
+    factor[r] = unit[r] * (terms.top / largest);
+  }
   for (size_t c = 0; c < columns; c += kAffineGroup) {
     const size_t at = 2 * (c / kAffineGroup) * rows;
-    weigh<R>(terms.scales + at, terms.minima + at, static_cast<float>(middle(p.coding.codec)), largest / terms.top, rows,
-             p.w + first * p.w_step, p.w_step, weights, base);
-    for (int r = 0; r < R; ++r) base[r] = base[r] * p.unit[(first + static_cast<size_t>(r)) * p.unit_step];
+    weigh<R>(terms.scales + at, terms.minima + at, zero, largest / terms.top, rows, p.w + first * p.w_step, p.w_step,
+             weights, base);
+    for (int r = 0; r < R; ++r) base[r] = base[r] * unit[r];
     const Finish finish{factor, base, p.out + first * p.out_step, p.out_step, p.fresh};
     for_tiles<2>(min_of(columns - c, kAffineGroup), [&]<int N>(size_t i) {
       const Ahead fetch(p.ahead, rows * (c + i) * Reader::kBits / 8, 2 * N * Reader::kBits);

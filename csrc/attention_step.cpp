@@ -243,7 +243,7 @@ int Step::compare_pages(uint32_t a, uint32_t b, size_t from, size_t to) const {
   const auto end = [&](uint32_t t) { return std::min(to, tiles_[t].n_splits - 1); };
   const auto entry = [&](uint32_t t) { return entry_start_[own_[tiles_[t].own].segment]; };
   const size_t common = std::min(end(a), end(b)) * split_pages;
-  for (size_t i = from * split_pages; i < common; ++i) {
+  for (size_t i = from * split_pages; i < common && entry(a) != entry(b); ++i) {
     const size_t x = entry(a) + i, y = entry(b) + i;
     if (page_offset_[x] != page_offset_[y]) return page_offset_[x] < page_offset_[y] ? -1 : 1;
     if (page_format_[x] != page_format_[y]) return page_format_[x] < page_format_[y] ? -1 : 1;

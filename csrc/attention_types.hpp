@@ -1,14 +1,14 @@
 // What the attention kernels are given. Read by kernel sources too: plain data only, no code.
 //
 // Arithmetic. A query head of one token reads the pages before the token's own in sealed form, its own exactly. Pages
-// are taken in splits of split_pages, counted from position 0. Within a split: all scores (in bits: a chain of multiply-adds
-// over channels in order, from zero), their maximum, the weights 2^(score - maximum), the sum of these (per page lane j
-// adds the tokens j, j + 8, ... in order; then page by page; then the lanes in hsum's order), and the sum of values by
-// weight (a chain over tokens in order, from zero). Splits are merged from left to right. So the result depends on the
-// query and on the pages it reads, and on nothing else.
+// are taken in splits of split_pages, counted from position 0. Within a split: all scores (in units of ln 2: a chain of
+// multiply-adds over channels in order, from zero), their maximum, the weights 2^(score - maximum), the sum of these
+// (per page lane j adds the tokens j, j + 8, ... in order; then page by page; then the lanes in hsum's order), and the
+// sum of values by weight (a chain over tokens in order, from zero). Splits are merged from left to right. So the result
+// depends on the query and on the pages it reads, and on nothing else.
 //
-// Pages of affine codecs are multiplied by their codes, in integers (attention_multiply.hpp): the query as rounded to 16
-// bits with each page's scales; the weights likewise, relative to the largest of the page, so that a page far below the
+// Pages of affine codecs are multiplied by their codes, in integers (attention_multiply.hpp): the query as rounded to
+// 16 bits with each page's scales; the weights likewise, relative to the largest of the page, so that a page far below the
 // split's maximum loses nothing; the page's sums are then added to the split's.
 //
 // Values stored in the rotated basis add up in a chain of their own, which is rotated back once per split and added.

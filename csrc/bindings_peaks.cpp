@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "bindings.hpp"
+#include "errors.hpp"
 
 namespace octavo {
 namespace {
@@ -46,8 +47,10 @@ std::vector<double> read_bandwidth(Context& context, size_t bytes, int repeats) 
 // two per multiply-add.
 std::vector<double> arithmetic(Context& context, const std::string& kind, size_t rounds, int repeats) {
   const PeakKernels& peaks = context.kernels.peaks;
-  size_t (*loop)(size_t) = kind == "f32" ? peaks.f32 : kind == "i16" ? peaks.i16 : kind == "i8" ? peaks.i8 : nullptr;
-  if (loop == nullptr) throw std::invalid_argument("kind must be \"f32\", \"i16\" or \"i8\", got \"" + kind + "\"");
+  if (kind != "f32" && kind != "i16" && kind != "i8")
+    throw std::invalid_argument("kind must be \"f32\", \"i16\" or \"i8\", got \"" + kind + "\"");
+  size_t (*loop)(size_t) = kind == "f32" ? peaks.f32 : kind == "i16" ? peaks.i16 : peaks.i8;
+  if (loop == nullptr) throw UnsupportedError("the portable path has no loop that measures arithmetic");
   const size_t threads = static_cast<size_t>(context.pool.threads());
   std::vector<double> passes;
   for (int i = 0; i < repeats; ++i) {

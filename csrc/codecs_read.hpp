@@ -123,7 +123,7 @@ struct Code8Reader {
   }
 };
 
-/// Codes of int4. N is 1 or 2: a caller covers a row by twos, then a one, which are the runs that the codes are packed by.
+/// Codes of int4. N is 1 or 2: a caller covers a row by twos, then a one, which are the runs that they are packed by.
 struct Code4Reader {
   static constexpr size_t kBits = 4;
   const uint8_t* p;

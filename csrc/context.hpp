@@ -13,8 +13,8 @@
 
 namespace octavo {
 
-/// Bytes at a 64-byte boundary, zero at first. Large ones lie in huge pages where the system has them: with pages of 4 KiB
-/// a core reads memory little more than half as fast.
+/// Bytes at a 64-byte boundary, zero at first. Large ones lie in huge pages where the system has them: with pages of
+/// 4 KiB a core reads memory little more than half as fast.
 class Buffer {
  public:
   Buffer() = default;

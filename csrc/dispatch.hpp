@@ -19,6 +19,7 @@ inline constexpr int kKernelRevision = 4;
 
 struct MathKernels {
   void (*exp)(const float* x, size_t n, float* out);
+  void (*exp2_down)(const float* x, size_t n, float* out);
   void (*silu)(const float* x, size_t n, float* out);
   void (*rms_norm)(const float* x, const float* weight, float eps, size_t n, float* out);
   void (*rope)(const float* x, const float* cosine, const float* sine, size_t half, float* out);
@@ -26,7 +27,7 @@ struct MathKernels {
   void (*log_softmax)(const float* x, size_t n, float* out);
 };
 
-/// Loops on registers alone: n rounds of them, returning the multiply-adds done.
+/// Loops on registers alone: n rounds of them, returning the multiply-adds done. Null in the portable path.
 struct PeakKernels {
   size_t (*f32)(size_t n);
   size_t (*i16)(size_t n);  ///< 16-bit factors, 32-bit sums

@@ -12,6 +12,12 @@ void exp_array(const float* x, size_t n, float* out) {
   if (i < n) store_partial(out + i, exp(load_partial(x + i, n - i)), n - i);
 }
 
+void exp2_down_array(const float* x, size_t n, float* out) {
+  size_t i = 0;
+  for (; i + 8 <= n; i += 8) store(out + i, exp2_down(loadf(x + i)));
+  if (i < n) store_partial(out + i, exp2_down(load_partial(x + i, n - i)), n - i);
+}
+
 void silu_array(const float* x, size_t n, float* out) {
   size_t i = 0;
   for (; i + 8 <= n; i += 8) store(out + i, silu(loadf(x + i)));
@@ -55,7 +61,12 @@ void log_softmax(const float* x, size_t n, float* out) {
 }  // namespace
 
 MathKernels math_kernels() {
-  return {.exp = exp_array, .silu = silu_array, .rms_norm = rms_norm, .rope = rope, .log_softmax = log_softmax};
+  return {.exp = exp_array,
+          .exp2_down = exp2_down_array,
+          .silu = silu_array,
+          .rms_norm = rms_norm,
+          .rope = rope,
+          .log_softmax = log_softmax};
 }
 
 }  // namespace octavo::OCTAVO_ISA

@@ -31,8 +31,8 @@ OCTAVO_INLINE f32x8 exp(f32x8 x) {
 
 /// 2^x for x <= 0 with a relative error below 3e-7; 2^-126 below -126, NaN stays.
 ///
-/// 2^x = 2^n * 2^r, n = round(x), |r| <= 1/2; 2^r by the polynomial of degree 5 through 1 whose largest relative error is
-/// least (9.2e-8).
+/// 2^x = 2^n * 2^r, n = round(x), |r| <= 1/2; 2^r by the polynomial of degree 5 through 1 whose largest relative error
+/// is least (9.2e-8).
 OCTAVO_INLINE f32x8 exp2_down(f32x8 x) {
   x = max(set1(-126.0f), x);
   const i32x8 n = round_to_int(x);

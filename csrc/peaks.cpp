@@ -5,6 +5,8 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
+#if OCTAVO_AVX2
+
 /// Enough chains to cover the latency of two multiply-adds per cycle, few enough for 16 registers.
 constexpr int kChains = 10;
 
@@ -47,8 +49,16 @@ size_t i8(size_t n) {
   return n * kChains * 32;
 }
 
+#endif
+
 }  // namespace
 
-PeakKernels peak_kernels() { return {.f32 = f32, .i16 = i16, .i8 = i8}; }
+PeakKernels peak_kernels() {
+#if OCTAVO_AVX2
+  return {.f32 = f32, .i16 = i16, .i8 = i8};
+#else
+  return {};  // `pin` does nothing here, and compilers then do without the loops
+#endif
+}
 
 }  // namespace octavo::OCTAVO_ISA

@@ -32,6 +32,27 @@ TEST(math_exp) {
   }
 }
 
+TEST(math_exp2_down) {
+  for (const char* isa : test::isas()) {
+    const MathKernels& math = select_kernels(isa).math;
+    std::vector<float> x;
+    for (double v = -125.4; v <= 0; v += 0.00137) x.push_back(static_cast<float>(v));
+    std::vector<float> y(x.size());
+    math.exp2_down(x.data(), x.size(), y.data());
+    double worst = 0;
+    for (size_t i = 0; i < x.size(); ++i) {
+      const double exact = std::exp2(static_cast<double>(x[i]));
+      worst = std::max(worst, std::abs(y[i] - exact) / exact);
+    }
+    CHECK(worst < 3e-7, isa << " " << worst);
+    const float special[] = {0.0f, -0.0f, -1.0f, -126.0f, -1e30f, -kInf, NAN, -NAN};
+    float out[8];
+    math.exp2_down(special, 8, out);
+    CHECK(out[0] == 1 && out[1] == 1 && out[2] == 0.5f && std::isnan(out[6]) && std::isnan(out[7]), isa);
+    for (int i = 3; i < 6; ++i) CHECK(out[i] == 0x1p-126f, isa << " " << out[i]);
+  }
+}
+
 TEST(math_exp_is_the_same_in_every_lane) {
   for (const char* isa : test::isas()) {
     const MathKernels& math = select_kernels(isa).math;

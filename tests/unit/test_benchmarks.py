@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 
 import numpy as np
 import pytest
 from benchmarks.agreement import OracleStep, compare
-from benchmarks.harness import BenchmarkError, perplexity, perplexity_change, spread, table
+from benchmarks.harness import BenchmarkError, caches, label, perplexity, perplexity_change, spread, table
 from benchmarks.memory import bits_by_docstring, waste
 from benchmarks.perplexity import windows
 from benchmarks.report import BLOCKS, DOCUMENT, updated
+from benchmarks.roofline import Kernel, summary
+from benchmarks.run import BENCHMARKS
 
 from octavo.cache.spec import CacheSpec, FullGroup
 from octavo.codecs.base import Plane, Role
@@ -114,3 +117,21 @@ def test_the_document_has_every_block() -> None:
     text = DOCUMENT.read_text()
     for name in BLOCKS:
         assert text.count(f"<!-- begin {name} -->") == text.count(f"<!-- end {name} -->") == 1
+
+
+def test_a_pair_names_its_peer_cache_or_takes_the_one_of_its_size() -> None:
+    assert caches("llama.cpp", "int8") == ("int8", "q8_0")
+    assert caches("OpenVINO", "int4:u8") == ("int4", "u8")
+    assert label("OpenVINO", "f16:f32") == "f16 / f32"
+
+
+def test_shares_of_a_ceiling_are_formed_turn_by_turn() -> None:
+    """A machine that halves its speed halves both."""
+    kernel = Kernel("k", lambda: 0.0, 1, 1, "i16", rates=[(5.0, 50.0), (10.0, 100.0), (20.0, 200.0)])
+    ceilings = {"read": [10.0, 20.0, 40.0], "i16": [100.0, 200.0, 400.0], "i8": [200.0, 400.0, 800.0], "f32": [1.0] * 3}
+    assert summary(kernel, ceilings)["share"] == {"read": 0.5, "i16": 0.5, "i8": 0.25}
+
+
+def test_every_benchmark_is_a_module() -> None:
+    for module, _, _ in BENCHMARKS.values():
+        assert importlib.util.find_spec(f"benchmarks.{module}") is not None
