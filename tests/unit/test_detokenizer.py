@@ -6,7 +6,7 @@ import unicodedata
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from octavo.models.loading.gguf import open_gguf
@@ -54,13 +54,14 @@ def test_cut_off_anywhere_no_character_is_split(text: str, cut: int, qwen: FastT
 
 @settings(max_examples=300, deadline=None)
 @given(ids=st.lists(st.integers(0, 151935), max_size=30))
+@example(ids=[169, 254])  # half a surrogate: two bytes that Python's decoder holds back, though neither can be UTF-8
 def test_any_tokens_give_what_decode_gives(ids: list[int], qwen: FastTokenizer) -> None:
     """Invalid bytes too, up to what is still unfinished at the end."""
     for skip in (True, False):
         shown = "".join(stream(qwen, ids, skip_special=skip))
         decoded = qwen.decode(ids, skip_special=skip)
         assert decoded.startswith(shown)
-        assert decoded[len(shown) :] in ("", "\ufffd")
+        assert decoded[len(shown) :] in ("", "\ufffd", 2 * "\ufffd")
 
 
 def test_a_character_comes_with_its_last_byte(qwen: FastTokenizer) -> None:
