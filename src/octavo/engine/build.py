@@ -14,7 +14,7 @@ from octavo.engine.engine import Engine
 from octavo.engine.runner import Runner
 from octavo.engine.scheduler import Scheduler
 from octavo.errors import ConfigError
-from octavo.models.decoder import Decoder
+from octavo.engine.decoder import Decoder
 from octavo.models.loading.load import LoadedModel, load_model
 from octavo.models.spec import ModelSpec
 from octavo.ops.base import SPLIT_PAGES, Ops

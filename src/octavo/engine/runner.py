@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from octavo.cache.manager import KVCache
 from octavo.engine.scheduler import ScheduledSequence
-from octavo.models.decoder import Decoder
+from octavo.engine.decoder import Decoder
 from octavo.ops.base import Batch, Ops
 
 F32 = NDArray[np.float32]
