@@ -19,10 +19,10 @@ from octavo.cache.radix import PrefixIdentity
 from octavo.cache.table import BlockTable
 from octavo.config import EngineConfig
 from octavo.engine.build import make_ops
+from octavo.engine.decoder import Decoder
 from octavo.engine.request import Sequence, TokenBuffer
 from octavo.engine.runner import PROMPT_LOGIT_ROWS, Runner, StepHidden
 from octavo.engine.scheduler import ScheduledSequence
-from octavo.engine.decoder import Decoder
 from octavo.models.loading.load import load_model
 
 F32 = NDArray[np.float32]

@@ -10,11 +10,11 @@ from octavo.cache.format import build_format, open_format
 from octavo.cache.manager import KVCache
 from octavo.config import EngineConfig
 from octavo.engine.client import EngineInfo
+from octavo.engine.decoder import Decoder
 from octavo.engine.engine import Engine
 from octavo.engine.runner import Runner
 from octavo.engine.scheduler import Scheduler
 from octavo.errors import ConfigError
-from octavo.engine.decoder import Decoder
 from octavo.models.loading.load import LoadedModel, load_model
 from octavo.models.spec import ModelSpec
 from octavo.ops.base import SPLIT_PAGES, Ops

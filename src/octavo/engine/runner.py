@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.cache.manager import KVCache
-from octavo.engine.scheduler import ScheduledSequence
 from octavo.engine.decoder import Decoder
+from octavo.engine.scheduler import ScheduledSequence
 from octavo.ops.base import Batch, Ops
 
 F32 = NDArray[np.float32]
