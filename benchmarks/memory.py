@@ -119,8 +119,8 @@ def bytes_per_token(model: str, spec: CacheSpec, codec: str, threads: int, backe
         held = worker.call("read", tokens=list(range(PROMPT)))
     if held["sealed_pages"] * page_size != PROMPT:
         raise BenchmarkError(f"{held['sealed_pages']} pages of {page_size} hold {PROMPT} tokens")
-    key_bits, value_bits = bits_by_docstring(codec, page_size, spec.group.head_dim)
-    stated = (key_bits + value_bits) / 2 * spec.group.values_per_token / 8
+    key_bits, value_bits = bits_by_docstring(codec, page_size, spec.groups[0].planes(page_size)[0].head_dim)
+    stated = (key_bits + value_bits) / 2 * spec.values_per_token / 8
     return {
         "stated": stated,
         "allocated": held["used_bytes"] / PROMPT,
@@ -157,7 +157,7 @@ def measure(model: str, n_tokens: int, threads: int, backend: str, peer: bool) -
             }
             for codec in ("f16", "int8", "int4")
         },
-        "values_per_token": spec.group.values_per_token,
+        "values_per_token": spec.values_per_token,
     }
 
 

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import octavo.ops._cpu as _cpu
 
-from octavo.cache.format import PageFormat, build_format, open_format
-from octavo.cache.spec import CacheSpec, FullGroup
+from octavo.cache.format import Form, PageFormat, build_format, open_format
+from octavo.cache.spec import FullGroup
 from octavo.codecs.base import Role
 from octavo.ops.base import SPLIT_PAGES
 
@@ -48,14 +48,14 @@ def planes(fmt: PageFormat) -> tuple[list[Any], list[Any], int]:
     def entries(side: Any) -> list[Any]:
         return [(p.codec.kernel_id, p.codec.rotates(p.plane), p.offset) for p in side]
 
-    return entries(fmt.keys), entries(fmt.values), fmt.page_bytes
+    return entries(fmt.planes[Role.KEY]), entries(fmt.planes[Role.VALUE]), fmt.page_bytes
 
 
 class Bench:
     def __init__(self, shape: Shape, codec: str, tokens: int, threads: int, isa: str) -> None:
         self.shape = shape
-        spec = CacheSpec(FullGroup(shape.n_layers, shape.n_kv_heads, shape.head_dim))
-        self.fmt, open_fmt = build_format(spec, PAGE_SIZE, codec, codec), open_format(spec, PAGE_SIZE)
+        group = FullGroup(tuple(range(shape.n_layers)), shape.n_kv_heads, shape.head_dim)
+        self.fmt, open_fmt = build_format(group, PAGE_SIZE, Form(codec, codec)), open_format(group, PAGE_SIZE)
         self.context = _cpu.Context(threads, isa)
         group = shape.n_heads // shape.n_kv_heads
         self.cache = _cpu.CacheLayout(
@@ -77,7 +77,7 @@ class Bench:
         rng = np.random.default_rng(0)
         self.offsets = rng.permutation(self.n_pages).astype(np.int64) * self.fmt.page_bytes
         page = np.zeros(self.fmt.page_bytes, np.uint8)
-        for placed in (*self.fmt.keys, *self.fmt.values):
+        for placed in self.fmt.all_planes():
             x = rng.standard_normal((PAGE_SIZE, shape.n_kv_heads, shape.head_dim)).astype(np.float32)
             to = page[placed.offset : placed.offset + placed.n_bytes]
             is_key = placed.plane.role is Role.KEY

@@ -27,7 +27,7 @@ from benchmarks.harness import BenchmarkError, load, model_path, perplexity, per
 from benchmarks.protocol import Worker
 from benchmarks.texts import load_text
 from benchmarks.workers import llama_worker, octavo_worker, transformers_worker
-from octavo.cache.format import build_format
+from octavo.cache.format import Form, build_format
 from octavo.config import EngineConfig
 from octavo.models.loading.load import load_model
 
@@ -126,8 +126,9 @@ class Measurement:
     def bits_per_value(self, codec: str) -> float:
         """As allocated: alignment included."""
         keys, _, values = codec.partition("/")
-        fmt = build_format(self.cache_spec, EngineConfig().page_size, keys, values or keys)
-        return 8 * fmt.bytes_per_token / self.cache_spec.group.values_per_token
+        (group,) = self.cache_spec.groups
+        fmt = build_format(group, EngineConfig().page_size, Form(keys, values or keys))
+        return 8 * fmt.bytes_per_token / self.cache_spec.values_per_token
 
     def rows(self, divergences: dict[str, divergence.Divergence]) -> list[dict[str, Any]]:
         rows = []

@@ -16,8 +16,9 @@ import numpy as np
 import octavo.ops._cpu as _cpu
 from numpy.typing import NDArray
 
-from octavo.cache.format import PageFormat, build_format, open_format
-from octavo.cache.spec import CacheSpec, FullGroup
+from octavo.cache.format import Form, PageFormat, build_format, open_format
+from octavo.cache.spec import FullGroup
+from octavo.codecs.base import Role
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
@@ -47,8 +48,8 @@ class Shape:
 
 def planes(fmt: PageFormat) -> dict[str, Any]:
     return {
-        "keys": [(p.codec.kernel_id, p.codec.rotates(p.plane), p.offset) for p in fmt.keys],
-        "values": [(p.codec.kernel_id, p.codec.rotates(p.plane), p.offset) for p in fmt.values],
+        "keys": [(p.codec.kernel_id, p.codec.rotates(p.plane), p.offset) for p in fmt.planes[Role.KEY]],
+        "values": [(p.codec.kernel_id, p.codec.rotates(p.plane), p.offset) for p in fmt.planes[Role.VALUE]],
         "page_bytes": fmt.page_bytes,
     }
 
@@ -84,9 +85,10 @@ class World:
         self.shape = shape
         self.rng = np.random.default_rng(seed)
         self.context = _cpu.Context(threads, isa)
-        spec = CacheSpec(FullGroup(shape.n_layers, shape.n_kv_heads, shape.head_dim, key_bias=shape.key_bias))
+        layers = tuple(range(shape.n_layers))
+        spec = FullGroup(layers, shape.n_kv_heads, shape.head_dim, key_bias=shape.key_bias)
         self.open_format = open_format(spec, shape.page_size)
-        self.formats = [build_format(spec, shape.page_size, k, v) for k, v in formats]
+        self.formats = [build_format(spec, shape.page_size, Form(k, v)) for k, v in formats]
         self.cache = _cpu.CacheLayout(
             self.context,
             shape.page_size,
@@ -201,7 +203,7 @@ class World:
 
     def sealed(self, seq: Seq, page: int) -> U8:
         fmt = self.formats[seq.format_of(page)]
-        used = np.concatenate([np.arange(p.offset, p.offset + p.n_bytes) for p in (*fmt.keys, *fmt.values)])
+        used = np.concatenate([np.arange(p.offset, p.offset + p.n_bytes) for p in fmt.all_planes()])
         return self.memory[seq.pages[page] + used]
 
 
@@ -239,7 +241,10 @@ def reference(world: World, seq: Seq, layer: int, n_tokens: int) -> tuple[F64, F
     for page in range(n_tokens // size):
         span = slice(page * size, (page + 1) * size)
         fmt = world.formats[seq.format_of(page)]
-        for placed, exact, to in ((fmt.keys[layer], keys, sealed_k), (fmt.values[layer], values, sealed_v)):
+        for placed, exact, to in (
+            (fmt.planes[Role.KEY][layer], keys, sealed_k),
+            (fmt.planes[Role.VALUE][layer], values, sealed_v),
+        ):
             codec, plane = placed.codec, placed.plane
             decoded = codec.decode(codec.encode(np.ascontiguousarray(exact[span]), plane), plane)
             to[span] = decoded

@@ -11,7 +11,7 @@ import numpy as np
 import octavo.ops._cpu as _cpu
 import pytest
 
-from octavo.cache.format import build_format
+from octavo.cache.format import Form, build_format
 from octavo.errors import CodecRangeError, LoadError, UnsupportedError
 from octavo.models.rope import rope_tables
 from octavo.models.spec import AttentionWeights, ModelSpec, RopeScaling, RopeSpec, Tensor
@@ -88,7 +88,7 @@ class Block:
     ) -> None:
         self.world = World(shape, codecs, threads=threads)
         self.ops = CpuAttention(self.world.context)
-        formats = [build_format(spec.cache_spec(), shape.page_size, k, v) for k, v in codecs]
+        formats = [build_format(spec.cache_spec().groups[0], shape.page_size, Form(k, v)) for k, v in codecs]
         early, late = formats[: len(formats) // 2], formats[len(formats) // 2 :]
         ids = [self.ops.add_format(f) for f in early]  # before the model is known, and after
         self.blocks = [self.ops.prepare(spec, i, weights, shape.page_size) for i in range(shape.n_layers)]

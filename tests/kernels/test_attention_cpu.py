@@ -33,7 +33,7 @@ def check(world: World, seq: Seq, *, tolerance: float | None = None) -> None:
     """Outputs near the definition, and (without rotary embedding, where exact keys are known) sealed bytes
     equal to it. Over affine pages queries and weights are rounded to 16 bits."""
     out = seq.outputs()
-    affine = any(placed.codec.name in ("int8", "int4") for fmt in world.formats for placed in (*fmt.keys, *fmt.values))
+    affine = any(placed.codec.name in ("int8", "int4") for fmt in world.formats for placed in fmt.all_planes())
     tolerance = tolerance or (2e-4 if affine else 2e-6)
     for layer in range(world.shape.n_layers):
         expected, keys, values = reference(world, seq, layer, out.shape[1])
@@ -44,7 +44,7 @@ def check(world: World, seq: Seq, *, tolerance: float | None = None) -> None:
         for page in range(out.shape[1] // world.shape.page_size):
             span = slice(page * world.shape.page_size, (page + 1) * world.shape.page_size)
             fmt = world.formats[seq.format_of(page)]
-            for placed, exact in ((fmt.keys[layer], keys), (fmt.values[layer], values)):
+            for placed, exact in ((fmt.planes[Role.KEY][layer], keys), (fmt.planes[Role.VALUE][layer], values)):
                 if (world.sin != 0).any() and placed.plane.role is Role.KEY:
                     continue
                 begin = seq.pages[page] + placed.offset
@@ -292,7 +292,7 @@ def test_a_damaged_scale_is_an_error(codec: str, role: str, threads: int) -> Non
     world = World(Shape(), [(codec, codec)], threads=threads)
     seq = world.sequence(400)
     world.run(seq, [399])
-    placed = (world.formats[0].keys if role == "key" else world.formats[0].values)[0]
+    placed = world.formats[0].planes[Role(role)][0]
     n_codes = placed.plane.n_values // (2 if codec == "int4" else 1)
     scales = world.memory[seq.pages[9] + placed.offset + n_codes :][:8].view(np.float16)
     scales[2] = 0

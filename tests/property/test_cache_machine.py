@@ -13,7 +13,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from octavo.cache import integrity
 from octavo.cache.footprint import Footprint
-from octavo.cache.format import build_format, open_format
+from octavo.cache.format import Form, build_format, open_format
 from octavo.cache.manager import KVCache
 from octavo.cache.pages import release
 from octavo.cache.radix import PrefixIdentity
@@ -21,7 +21,7 @@ from octavo.cache.spec import CacheSpec, FullGroup
 from octavo.cache.table import BlockTable
 from octavo.errors import OutOfPages
 
-SPEC = CacheSpec(FullGroup(n_layers=2, n_kv_heads=1, head_dim=8))
+SPEC = CacheSpec((FullGroup((0, 1), n_kv_heads=1, head_dim=8),))
 PAGE = 16
 N_FRAMES = 5
 
@@ -35,7 +35,7 @@ def identity(namespace: str) -> PrefixIdentity:
 
 
 def footprint() -> Footprint:
-    sealed, opened = build_format(SPEC, PAGE, "int8", "int8"), open_format(SPEC, PAGE)
+    sealed, opened = build_format(SPEC.groups[0], PAGE, Form("int8", "int8")), open_format(SPEC.groups[0], PAGE)
     frame = 3 * sealed.page_bytes + 64
     assert frame >= opened.page_bytes
     return Footprint(sealed, opened, frame, N_FRAMES)

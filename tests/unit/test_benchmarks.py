@@ -94,7 +94,7 @@ def test_codecs_allocate_what_their_docstrings_state(codec: str, page_size: int)
 
 @pytest.mark.parametrize("codec", ["f16", "int8/int4", "int4"])
 def test_waste_adds_up_and_knows_the_open_pages(codec: str) -> None:
-    spec = CacheSpec(FullGroup(3, 2, 64))
+    spec = CacheSpec((FullGroup((0, 1, 2), 2, 64),))
     exact, ragged = waste(spec, 32, codec, [320]), waste(spec, 32, codec, [320, 33])
     token_bytes = 2 * 3 * 2 * 64 * 4
     assert exact.open_used == 0

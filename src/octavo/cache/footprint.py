@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from octavo.cache.format import PageFormat, build_format, open_format
+from octavo.cache.format import Form, PageFormat, build_format, open_format
 from octavo.cache.spec import CacheSpec
 from octavo.errors import ConfigError
 
@@ -62,8 +62,9 @@ class Footprint:
 
 def plan(spec: CacheSpec, page_size: int, key_codec: str, value_codec: str, budget_bytes: int) -> Footprint:
     """The footprint within a budget. Raises ConfigError when not even one page of each class fits."""
-    sealed = build_format(spec, page_size, key_codec, value_codec)
-    opened = open_format(spec, page_size)
+    (group,) = spec.groups
+    sealed = build_format(group, page_size, Form(key_codec, value_codec))
+    opened = open_format(group, page_size)
     frame = frame_bytes_for((sealed.page_bytes, opened.page_bytes))
     n_frames = budget_bytes // frame
     if n_frames < 2:

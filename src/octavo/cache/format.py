@@ -1,15 +1,36 @@
-"""Page formats: where in a page each layer's keys and values lie, and by which codec."""
+"""Page formats: where in a page each layer's planes lie, and by which codec."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from octavo.cache.spec import CacheSpec
+from octavo.cache.spec import CacheGroup
 from octavo.codecs.base import Codec, Plane, Role
 from octavo.codecs.registry import get_codec
 
 #: Planes start at multiples of this many bytes, so that kernels may use aligned loads.
 PLANE_ALIGN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How pages are written: a codec for each role, by name."""
+
+    key: str
+    value: str
+
+    @property
+    def name(self) -> str:
+        return self.key if self.key == self.value else f"k_{self.key}+v_{self.value}"
+
+    def codec(self, role: Role) -> Codec:
+        """Raises ConfigError where no codec has the name."""
+        return get_codec({Role.KEY: self.key, Role.VALUE: self.value}[role])
+
+
+#: The form of an open page: activations exactly.
+OPEN_FORM = Form("f32", "f32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,49 +48,46 @@ class PlacedPlane:
 
 @dataclass(frozen=True)
 class PageFormat:
-    """(layer, key | value) -> codec and byte offset. A page is one contiguous run of bytes over all its layers.
+    """(role, layer) -> codec and byte offset. A page is one contiguous run of bytes over all its group's layers.
 
-    Layers follow one another, keys before values within a layer.
+    Layers follow one another; within a layer planes lie in the order in which the group names them. `planes[role][i]`
+    is that of the group's i-th layer.
     """
 
     name: str
     page_size: int
-    keys: tuple[PlacedPlane, ...]
-    values: tuple[PlacedPlane, ...]
+    planes: Mapping[Role, tuple[PlacedPlane, ...]]
     page_bytes: int
 
     @property
     def payload_bytes(self) -> int:
         """Bytes that codecs write; page_bytes less alignment."""
-        return sum(p.n_bytes for p in (*self.keys, *self.values))
+        return sum(placed.n_bytes for placed in self.all_planes())
 
     @property
     def bytes_per_token(self) -> float:
         return self.page_bytes / self.page_size
 
-
-def build_format(spec: CacheSpec, page_size: int, key_codec: str, value_codec: str) -> PageFormat:
-    """A format with the same two codecs in every layer.
-
-    Keys are rotated only where the model has no key bias; values always (codecs that do not rotate ignore it).
-    """
-    group = spec.group
-    kc, vc = get_codec(key_codec), get_codec(value_codec)
-    k_plane = Plane(Role.KEY, page_size, group.n_kv_heads, group.head_dim, rotate=not group.key_bias)
-    v_plane = Plane(Role.VALUE, page_size, group.n_kv_heads, group.head_dim, rotate=True)
-    keys, values, offset = [], [], 0
-    for _ in range(group.n_layers):
-        keys.append(PlacedPlane(kc, k_plane, offset))
-        offset = _aligned(offset + keys[-1].n_bytes)
-        values.append(PlacedPlane(vc, v_plane, offset))
-        offset = _aligned(offset + values[-1].n_bytes)
-    name = key_codec if key_codec == value_codec else f"k_{key_codec}+v_{value_codec}"
-    return PageFormat(name, page_size, tuple(keys), tuple(values), offset)
+    def all_planes(self) -> Iterator[PlacedPlane]:
+        for planes in self.planes.values():
+            yield from planes
 
 
-def open_format(spec: CacheSpec, page_size: int) -> PageFormat:
-    """The form of an open page: activations exactly, float32."""
-    return build_format(spec, page_size, "f32", "f32")
+def build_format(group: CacheGroup, page_size: int, form: Form) -> PageFormat:
+    """A format with the same codecs in every layer."""
+    planes: dict[Role, list[PlacedPlane]] = {plane.role: [] for plane in group.planes(page_size)}
+    offset = 0
+    for _ in group.layers:
+        for plane in group.planes(page_size):
+            placed = PlacedPlane(form.codec(plane.role), plane, offset)
+            planes[plane.role].append(placed)
+            offset = _aligned(offset + placed.n_bytes)
+    return PageFormat(form.name, page_size, {role: tuple(placed) for role, placed in planes.items()}, offset)
+
+
+def open_format(group: CacheGroup, page_size: int) -> PageFormat:
+    """The format of an open page."""
+    return build_format(group, page_size, OPEN_FORM)
 
 
 def _aligned(n: int) -> int:

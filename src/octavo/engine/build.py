@@ -6,7 +6,7 @@ import os
 
 from octavo._version import __version__
 from octavo.cache.footprint import Footprint, frame_bytes_for, plan
-from octavo.cache.format import build_format, open_format
+from octavo.cache.format import Form, build_format, open_format
 from octavo.cache.manager import KVCache
 from octavo.config import EngineConfig
 from octavo.engine.client import EngineInfo
@@ -104,8 +104,9 @@ def fingerprint(model: LoadedModel, ops: Ops, config: EngineConfig) -> tuple[str
 def default_budget(spec: ModelSpec, config: EngineConfig) -> int:
     """A quarter of free memory, but no more than full contexts for everyone would fill."""
     length = config.max_model_len or spec.context_length
-    sealed = build_format(spec.cache_spec(), config.page_size, config.policy.key_codec, config.policy.value_codec)
-    opened = open_format(spec.cache_spec(), config.page_size)
+    (group,) = spec.cache_spec().groups
+    sealed = build_format(group, config.page_size, Form(config.policy.key_codec, config.policy.value_codec))
+    opened = open_format(group, config.page_size)
     frame = frame_bytes_for((sealed.page_bytes, opened.page_bytes))
     everyone = Footprint(sealed, opened, frame, 0).frames_for([length] * config.max_num_seqs) * frame
     return min(int(free_memory() * DEFAULT_MEMORY_SHARE), everyone)

@@ -70,7 +70,8 @@ class ModelSpec:
     qk_norm: bool = False
 
     def cache_spec(self) -> CacheSpec:
-        return CacheSpec(FullGroup(self.n_layers, self.n_kv_heads, self.head_dim, key_bias=self.qkv_bias))
+        layers = tuple(range(self.n_layers))
+        return CacheSpec((FullGroup(layers, self.n_kv_heads, self.head_dim, key_bias=self.qkv_bias),))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import numpy as np
 
 import octavo.ops._cpu as _cpu
 from octavo.cache.format import PageFormat, PlacedPlane, open_format
+from octavo.codecs.base import Role
 from octavo.errors import UnsupportedError
 from octavo.models.rope import rope_tables
 from octavo.models.spec import AttentionWeights, ModelSpec, Tensor
@@ -77,7 +78,7 @@ class CpuAttention:
             raise UnsupportedError(f"{spec.n_heads} query heads do not divide among {spec.n_kv_heads} KV heads")
         if spec.head_dim % 8:
             raise UnsupportedError(f"head_dim must be a multiple of 8, got {spec.head_dim}")
-        fmt = open_format(spec.cache_spec(), page_size)
+        fmt = open_format(spec.cache_spec().groups[0], page_size)
         self._cache = _cpu.CacheLayout(
             self._context,
             page_size,
@@ -85,8 +86,8 @@ class CpuAttention:
             spec.head_dim,
             spec.n_heads // spec.n_kv_heads,
             SPLIT_PAGES,
-            [_plane(p) for p in fmt.keys],
-            [_plane(p) for p in fmt.values],
+            [_plane(p) for p in fmt.planes[Role.KEY]],
+            [_plane(p) for p in fmt.planes[Role.VALUE]],
             fmt.page_bytes,
         )
         self._step = _cpu.Step(self._cache)
@@ -95,7 +96,7 @@ class CpuAttention:
             self._register(other)
 
     def _register(self, fmt: PageFormat) -> None:
-        keys, values = [_plane(p) for p in fmt.keys], [_plane(p) for p in fmt.values]
+        keys, values = ([_plane(p) for p in fmt.planes[role]] for role in (Role.KEY, Role.VALUE))
         self._cache.add_format(self._context, keys, values, fmt.page_bytes)
 
     def _assign(self, batch: Batch) -> None:

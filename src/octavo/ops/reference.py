@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor as T
 
 from octavo.cache.format import PageFormat, PlacedPlane, open_format
+from octavo.codecs.base import Role
 from octavo.errors import CodecRangeError
 from octavo.models.loading.dequant import dequantize
 from octavo.models.rope import rope_tables
@@ -99,11 +100,13 @@ class ReferenceOps:
             cos, sin = rope_tables(spec.rope, spec.context_length)
             self._rope[key] = (torch.from_numpy(cos), torch.from_numpy(sin))
         cos_t, sin_t = self._rope[key]
-        opened = open_format(spec.cache_spec(), page_size)
+        group, index = spec.cache_spec().group_of(layer)
+        opened = open_format(spec.cache_spec().groups[group], page_size)
         norm = _vector(weights.norm)
         assert norm is not None
         return _Attention(
-            spec=spec, layer=layer, page_size=page_size, keys=opened.keys[layer], values=opened.values[layer],
+            spec=spec, layer=layer, page_size=page_size, keys=opened.planes[Role.KEY][index],
+            values=opened.planes[Role.VALUE][index],
             norm=norm, q=_matrix(weights.q), k=_matrix(weights.k), v=_matrix(weights.v), o=_matrix(weights.o),
             q_bias=_vector(weights.q_bias), k_bias=_vector(weights.k_bias), v_bias=_vector(weights.v_bias),
             q_norm=_vector(weights.q_norm), k_norm=_vector(weights.k_norm), cos=cos_t, sin=sin_t,
@@ -183,8 +186,8 @@ class ReferenceOps:
             queries.append(q)
 
         for p in range(first_page, (position + last - first) // size):
-            _write(formats[p].keys[block.layer], batch.memory, offsets[p], exact_k[p - first_page])
-            _write(formats[p].values[block.layer], batch.memory, offsets[p], exact_v[p - first_page])
+            _write(formats[p].planes[Role.KEY][block.layer], batch.memory, offsets[p], exact_k[p - first_page])
+            _write(formats[p].planes[Role.VALUE][block.layer], batch.memory, offsets[p], exact_v[p - first_page])
         if (position + last - first) % size:
             for placed, exact in ((block.keys, exact_k), (block.values, exact_v)):
                 start = opened + placed.offset
@@ -192,7 +195,7 @@ class ReferenceOps:
                 _write(placed, batch.memory, opened, exact[-1])
 
         sealed = [
-            (_read(f.keys[block.layer], batch.memory, o), _read(f.values[block.layer], batch.memory, o))
+            tuple(_read(f.planes[role][block.layer], batch.memory, o) for role in (Role.KEY, Role.VALUE))
             for f, o in zip(formats, offsets, strict=True)
         ]
         for i, q in enumerate(queries):
