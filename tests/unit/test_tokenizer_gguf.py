@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import regex
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from octavo.errors import LoadError, RequestError, UnsupportedError
@@ -112,7 +112,8 @@ class Bpe:
         self.word = cache(self._word)
 
     def _word(self, word: str) -> list[int]:
-        parts = [self.letters[b] for b in word.encode()]
+        # A byte that the vocabulary lacks (SmolLM2 has no 0x16) goes before its neighbours are merged, as in tokenizers.
+        parts = [letter for letter in (self.letters[b] for b in word.encode()) if letter in self.ids]
         if self.whole and "".join(parts) in self.ids:
             return [self.ids["".join(parts)]]
         while len(parts) > 1:
@@ -129,7 +130,7 @@ class Bpe:
                     merged.append(parts[i])
                     i += 1
             parts = merged
-        return [self.ids[part] for part in parts if part in self.ids]
+        return [self.ids[part] for part in parts]
 
     def encode(self, text: str) -> list[int]:
         return [i for word in self.split(text) for i in self.word(word)]
@@ -166,6 +167,7 @@ def test_hard_texts(text: str, smollm_pair: Any, qwen_pair: Any) -> None:
 
 @settings(max_examples=400, deadline=None)
 @given(text=texts)
+@example(text=":\x16/")
 def test_random_texts(text: str, smollm_pair: Any, qwen_pair: Any) -> None:
     for ours, oracle in (smollm_pair, qwen_pair):
         assert ours.encode(text, add_special=False) == oracle.encode(text)
