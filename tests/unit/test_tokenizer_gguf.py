@@ -112,7 +112,7 @@ class Bpe:
         self.word = cache(self._word)
 
     def _word(self, word: str) -> list[int]:
-        # A byte that the vocabulary lacks (SmolLM2 has no 0x16) goes before its neighbours are merged, as in tokenizers.
+        # A byte that the vocabulary lacks (0x16 in SmolLM2) goes before its neighbours merge, as in tokenizers.
         parts = [letter for letter in (self.letters[b] for b in word.encode()) if letter in self.ids]
         if self.whole and "".join(parts) in self.ids:
             return [self.ids["".join(parts)]]
