@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.cache.footprint import plan
+from octavo.cache.format import Form
 from octavo.cache.manager import KVCache
 from octavo.cache.radix import PrefixIdentity
 from octavo.cache.table import BlockTable
@@ -24,6 +25,7 @@ from octavo.engine.request import Sequence, TokenBuffer
 from octavo.engine.runner import PROMPT_LOGIT_ROWS, Runner, StepHidden
 from octavo.engine.scheduler import ScheduledSequence
 from octavo.models.loading.load import load_model
+from octavo.ops.base import Ops
 
 F32 = NDArray[np.float32]
 
@@ -54,21 +56,22 @@ class _Text:
 class _Reader:
     """One codec's cache, fed a text chunk by chunk."""
 
-    def __init__(self, decoder: Decoder, ops: object, page_size: int, codec: str, max_tokens: int) -> None:
+    def __init__(self, decoder: Decoder, ops: Ops, page_size: int, codec: str, max_tokens: int) -> None:
         keys, _, values = codec.partition("/")
         spec = decoder.spec.cache_spec()
-        footprint = plan(spec, page_size, keys, values or keys, 1 << 40)
+        form = Form(keys, values or keys)
+        footprint = plan(spec, page_size, [form], 1 << 40)
         frames = footprint.frames_for([max_tokens]) + 1
-        footprint = plan(spec, page_size, keys, values or keys, frames * footprint.frame_bytes)
-        self._cache = KVCache(footprint, prefix_cache=False)
-        self._runner = Runner(decoder, ops, self._cache)  # type: ignore[arg-type]
+        footprint = plan(spec, page_size, [form], frames * footprint.frame_bytes)
+        self._cache = KVCache(footprint, ops.new_store(footprint.arena_bytes), prefix_cache=False)
+        self._identity = PrefixIdentity((), "", form.name, "all", "")
+        self._runner = Runner(decoder, ops, self._cache)
         self._text: _Text | None = None
 
     def start(self, tokens: list[int]) -> None:
         if self._text is not None:
             self._cache.release(self._text.table)
-        identity = PrefixIdentity((), "", "", "all", "")
-        self._text = _Text(self._cache.new_table(identity), TokenBuffer(np.asarray(tokens, dtype=np.int32)))
+        self._text = _Text(self._cache.new_table(self._identity), TokenBuffer(np.asarray(tokens, dtype=np.int32)))
 
     def read(self, n: int) -> StepHidden:
         """Hidden states of the next n tokens."""

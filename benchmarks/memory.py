@@ -11,6 +11,7 @@ is the size of the buffers that it allocates.
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,12 +21,13 @@ import numpy as np
 from benchmarks.harness import BenchmarkError, model_path, save, table
 from benchmarks.workers import llama_worker, octavo_worker
 from octavo.cache.footprint import Footprint, plan
+from octavo.cache.format import Form
 from octavo.cache.manager import KVCache
-from octavo.cache.pages import OPEN, SEALED
 from octavo.cache.radix import PrefixIdentity
 from octavo.cache.spec import CacheSpec
 from octavo.config import EngineConfig
 from octavo.models.loading.load import load_model
+from octavo.ops.host_store import HostStore
 
 CODECS = ("f32", "f16", "bf16", "int8", "int8/int4", "int4")
 LLAMA_CACHES = ("f16", "q8_0", "q4_0")
@@ -75,9 +77,10 @@ class Waste:
 def waste(spec: CacheSpec, page_size: int, codec: str, lengths: Sequence[int]) -> Waste:
     """Fill a real cache with sequences of these lengths, sharing nothing, and take its frames apart."""
     keys, _, values = codec.partition("/")
-    footprint = plan(spec, page_size, keys, values or keys, BUDGET)
-    cache = KVCache(footprint, prefix_cache=False)
-    identity = PrefixIdentity((), "", "", "all", "")
+    form = Form(keys, values or keys)
+    footprint = plan(spec, page_size, [form], BUDGET)
+    cache = KVCache(footprint, HostStore(footprint.arena_bytes), prefix_cache=False)
+    identity = PrefixIdentity((), "", form.name, "all", "")
     for length in lengths:
         table = cache.new_table(identity)
         tokens = np.zeros(length, dtype=np.int32)
@@ -90,19 +93,21 @@ def waste(spec: CacheSpec, page_size: int, codec: str, lengths: Sequence[int]) -
 
 
 def _taken_apart(footprint: Footprint, cache: KVCache, lengths: Sequence[int]) -> Waste:
-    sealed, opened = cache.arena.usage(SEALED), cache.arena.usage(OPEN)
-    open_token_bytes = footprint.open.payload_bytes // footprint.page_size
-    open_used = sum(n % footprint.page_size for n in lengths) * open_token_bytes
+    parts: Counter[str] = Counter()
+    for page_class in footprint.classes:
+        usage, payload = cache.arena.usage(page_class.index), page_class.format.payload_bytes
+        pages = usage.active + usage.cached
+        if page_class.is_open:
+            used = sum(n % footprint.page_size for n in lengths) * (payload // footprint.page_size)
+            parts.update(open_used=used, open_unused=pages * page_class.page_bytes - used)
+        else:
+            parts.update(payload=pages * payload, alignment=pages * (page_class.page_bytes - payload))
+        parts.update(partial_frames=usage.free * page_class.page_bytes, frame_slack=usage.frame_slack_bytes)
     result = Waste(
         tokens=sum(lengths),
         sequences=len(lengths),
-        payload=sealed.used * footprint.sealed.payload_bytes,
-        alignment=sealed.used * (footprint.sealed.page_bytes - footprint.sealed.payload_bytes),
-        open_used=open_used,
-        open_unused=opened.used * footprint.open.page_bytes - open_used,
-        partial_frames=sealed.free * footprint.sealed.page_bytes + opened.free * footprint.open.page_bytes,
-        frame_slack=sealed.frame_slack_bytes + opened.frame_slack_bytes,
         total=(cache.arena.n_frames - cache.arena.free_frames) * footprint.frame_bytes,
+        **parts,
     )
     if result.payload + result.open_used + result.wasted != result.total:
         raise BenchmarkError(f"the parts do not add up to the frames in use: {result}")

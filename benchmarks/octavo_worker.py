@@ -126,7 +126,7 @@ class OctavoWorker:
         self._llm.engine.page_map()
         stats = self._llm.stats()
         return {
-            "sealed_pages": stats.sealed_pages_active + stats.sealed_pages_cached,
+            "sealed_pages": stats.pages_active(is_open=False) + stats.pages_cached,
             "used_bytes": stats.kv_used_bytes,
         }
 

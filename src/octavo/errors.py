@@ -48,5 +48,9 @@ class CodecRangeError(OctavoError):
     """A value cannot be stored by the codec (NaN, infinity, or a scale beyond its format's range)."""
 
 
+class IntegrityError(OctavoError):
+    """Bytes of a page are not those that were written: their checksum differs."""
+
+
 class OutOfPages(OctavoError):
     """The page budget is spent and nothing can be evicted. The scheduler answers by preempting; users never see it."""

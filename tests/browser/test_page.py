@@ -69,7 +69,7 @@ def test_map_shows_pages(server: RunningServer, engine: ScriptedEngine, visit: O
     )
     assert painted == [0x00, 0x9E, 0x73]
     page.hover("#map", position={"x": 3, "y": 3})
-    expect(page.locator("#map-detail")).to_have_text("Frame 1 (sealed pages), page 1: cached")
+    expect(page.locator("#map-detail")).to_have_text("Frame 1 (int8 pages, full attention), page 1: cached")
     assert seen.troubles == []
 
 

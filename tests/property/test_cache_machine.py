@@ -1,4 +1,8 @@
-"""The cache against a model of plain dicts, with every page's bytes standing for what it should hold."""
+"""The cache against a model of plain dicts, with every page's bytes standing for what it should hold.
+
+Two groups: full attention, and a window whose older pages go. Three forms: two sealed ones, between which tables
+choose, and the open one.
+"""
 
 from __future__ import annotations
 
@@ -12,37 +16,84 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
 from octavo.cache import integrity
+from octavo.cache.classes import PageClasses
+from octavo.cache.eviction import Evicted
 from octavo.cache.footprint import Footprint
-from octavo.cache.format import Form, build_format, open_format
+from octavo.cache.format import Form
 from octavo.cache.manager import KVCache
-from octavo.cache.pages import release
-from octavo.cache.radix import PrefixIdentity
+from octavo.cache.radix import Lower, PrefixIdentity, Resident
 from octavo.cache.spec import CacheSpec, FullGroup
+from octavo.cache.store import ExportedPage
 from octavo.cache.table import BlockTable
-from octavo.errors import OutOfPages
+from octavo.errors import IntegrityError, OutOfPages
+from octavo.ops.host_store import HostStore
+from tests.support.groups import SlidingGroup
 
-SPEC = CacheSpec((FullGroup((0, 1), n_kv_heads=1, head_dim=8),))
 PAGE = 16
-N_FRAMES = 5
+WINDOW = 20
+SPEC = CacheSpec((FullGroup((0, 2), n_kv_heads=1, head_dim=8), SlidingGroup((1,), 1, 8, WINDOW)))
+FORMS = [Form("int8", "int8"), Form("f16", "int8")]
+N_FRAMES = 20
 
 names = st.sampled_from(["a", "b"])
-#: Few distinct tokens, so that prefixes coincide often.
-runs = st.lists(st.integers(0, 1), min_size=1, max_size=3 * PAGE).map(lambda xs: [x for x in xs for _ in range(2)])
+forms = st.sampled_from([form.name for form in FORMS])
+#: Texts that begin alike: text k is text 0 up to token 24 k, so that prefixes coincide often and part in mid-page.
+TEXTS = [[0] * 24 * k + [k] * (400 - 24 * k) for k in range(4)]
+texts = st.sampled_from(range(len(TEXTS)))
+lengths = st.integers(1, 5 * PAGE)
 
 
-def identity(namespace: str) -> PrefixIdentity:
-    return PrefixIdentity(("test",), "", "int8", "all", namespace)
+def identity(namespace: str, form: str = "int8") -> PrefixIdentity:
+    return PrefixIdentity(("test",), "", form, "all", namespace)
 
 
 def footprint() -> Footprint:
-    sealed, opened = build_format(SPEC.groups[0], PAGE, Form("int8", "int8")), open_format(SPEC.groups[0], PAGE)
-    frame = 3 * sealed.page_bytes + 64
-    assert frame >= opened.page_bytes
-    return Footprint(sealed, opened, frame, N_FRAMES)
+    classes = PageClasses(SPEC, PAGE, FORMS)
+    return Footprint(classes, max(c.page_bytes for c in classes) + 192, N_FRAMES)
 
 
-def stamp(namespace: str, tokens: list[int]) -> bytes:
-    return hashlib.sha256(f"{namespace}:{tokens}".encode()).digest()
+class OnlyStore:
+    """A store whose memory nothing else can reach: a test double over private bytes."""
+
+    def __init__(self, n_bytes: int) -> None:
+        self._bytes = bytearray(b"\xee" * n_bytes)
+
+    @property
+    def n_bytes(self) -> int:
+        return len(self._bytes)
+
+    def copy_page(self, source: int, target: int, n_bytes: int) -> None:
+        assert abs(source - target) >= n_bytes, "the two places overlap"
+        self._bytes[target : target + n_bytes] = self._bytes[source : source + n_bytes]
+
+    def zero(self, offset: int, n_bytes: int) -> None:
+        self._bytes[offset : offset + n_bytes] = bytes(n_bytes)
+
+    def export_page(self, offset: int, n_bytes: int) -> ExportedPage:
+        data = bytes(self._bytes[offset : offset + n_bytes])
+        return ExportedPage(data, hashlib.sha256(data).digest())
+
+    def import_page(self, offset: int, page: ExportedPage) -> None:
+        assert hashlib.sha256(page.data).digest() == page.checksum
+        self._bytes[offset : offset + len(page.data)] = page.data
+
+    def close(self) -> None:
+        self._bytes.clear()
+
+
+class Listener:
+    """Every eviction that was told of, checked against what stands in the tree at that moment."""
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def evicted(self, event: Evicted) -> None:
+        assert isinstance(event.node.slots[event.group], Resident), "told too late"
+        self.n += 1
+
+
+def stamp(group: int, form: str, namespace: str, tokens: list[int]) -> bytes:
+    return hashlib.sha256(f"{group}:{form}:{namespace}:{tokens}".encode()).digest()
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -52,10 +103,12 @@ class CacheMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = KVCache(footprint())
+        sizes = footprint()
+        self.listener = Listener()
+        self.cache = KVCache(sizes, OnlyStore(sizes.arena_bytes), observer=self.listener)
         self.tokens: dict[int, list[int]] = {}
         self.real: dict[int, BlockTable] = {}
-        self.published: set[tuple[str, tuple[int, ...]]] = set()
+        self.published: set[tuple[str, str, tuple[int, ...]]] = set()
         self.n = 0
 
     def name(self, table: BlockTable, tokens: list[int]) -> int:
@@ -63,47 +116,65 @@ class CacheMachine(RuleBasedStateMachine):
         self.real[self.n], self.tokens[self.n] = table, tokens
         return self.n
 
-    @rule(target=tables, namespace=names, prompt=runs)
-    def match(self, namespace: str, prompt: list[int]) -> int:
-        table = self.cache.new_table(identity(namespace))
-        cached = self.cache.match_prefix(table, np.array(prompt, dtype=np.int32), len(prompt) - 1)
-        assert cached % PAGE == 0
+    @rule(target=tables, namespace=names, form=forms, text=texts, n=lengths)
+    def match(self, namespace: str, form: str, text: int, n: int) -> int:
+        prompt = TEXTS[text][:n]
+        table = self.cache.new_table(identity(namespace, form))
+        match = self.cache.match_prefix(table, np.array(prompt, dtype=np.int32), len(prompt) - 1)
+        cached = match.n_tokens
+        assert cached == table.num_computed_tokens == match.end.at_token == len(match.path) * PAGE
         assert cached < len(prompt)
         for end in range(PAGE, cached + 1, PAGE):
-            assert (namespace, tuple(prompt[:end])) in self.published, "a hit on what nobody published"
+            assert (namespace, form, tuple(prompt[:end])) in self.published, "a hit on what nobody published"
+        if cached + PAGE < len(prompt):
+            assert match.end.reason != "limit"
+        else:
+            assert match.end.reason in ("limit", "missing")
         return self.name(table, prompt[:cached])
 
-    @rule(table=tables, more=runs)
-    def append(self, table: int, more: list[int]) -> None:
+    @rule(table=tables, text=texts, n=lengths)
+    def append(self, table: int, text: int, n: int) -> None:
         real, tokens = self.real[table], self.tokens[table]
-        before = (list(real.pages), list(real.nodes), real.open_page, real.num_computed_tokens)
+        more = TEXTS[text][len(tokens) : len(tokens) + n]
+        before = self.state(real)
         try:
             self.cache.reserve(real, len(more))
         except OutOfPages:
-            assert before == (real.pages, real.nodes, real.open_page, real.num_computed_tokens)
+            assert before == self.state(real)
             return
         tokens.extend(more)
         self.write(real, tokens, real.num_computed_tokens)
         self.cache.commit(real, np.array(tokens, dtype=np.int32), len(more))
         for end in range(PAGE, len(tokens) + 1, PAGE):
-            self.published.add((real.identity.namespace, tuple(tokens[:end])))
+            self.published.add((real.identity.namespace, real.identity.stored_form, tuple(tokens[:end])))
 
-    @rule(table=tables, more=runs)
-    def fail_a_step(self, table: int, more: list[int]) -> None:
+    @rule(namespace=names, form=forms, text=texts, n=lengths)
+    def serve(self, namespace: str, form: str, text: int, n: int) -> None:
+        """A whole request, from match to release: most of what a cache sees."""
+        table = self.match(namespace, form, text, n)
+        self.append(table, text, n - len(self.tokens[table]))
+        self.release(table)
+
+    @rule(table=tables, n=lengths)
+    def fail_a_step(self, table: int, n: int) -> None:
         real = self.real[table]
         try:
-            self.cache.reserve(real, len(more))
+            self.cache.reserve(real, n)
         except OutOfPages:
             return
-        for page in real.pages[len(self.tokens[table]) // PAGE :]:
-            self.cache.arena.view(page.handle)[:] = 0xEE
+        n_full = len(self.tokens[table]) // PAGE
+        for own in real.groups:
+            for handle in own.entries.handles[n_full - own.n_passed :]:
+                self.fill(int(handle), b"\xee" * 32)
         self.cache.rollback(real)
 
     @rule(target=tables, table=tables)
     def fork(self, table: int) -> object:
+        tables = len(self.cache.tables)
         try:
             child = self.cache.fork(self.real[table])
         except OutOfPages:
+            assert len(self.cache.tables) == tables
             return multiple()
         return self.name(child, list(self.tokens[table]))
 
@@ -114,9 +185,39 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def evict(self) -> None:
-        cached = self.cache.stats().sealed_cached
-        assert self.cache.tree.evict_one() == (cached > 0), "cached pages are all evictable, leaves first"
-        assert self.cache.stats().sealed_cached == max(cached - 1, 0)
+        cached, told = self.cached(), self.listener.n
+        assert self.cache.tree.evict_one() == (cached > 0), "cached pages can all be evicted"
+        assert self.cached() <= max(cached - 1, 0)
+        assert self.listener.n == self.cache.tree.evicted_pages >= told + (cached > 0)
+
+    @rule(table=tables, which=st.integers(0, 1))
+    def copy_a_pinned_page(self, table: int, which: int) -> None:
+        """While it is copied, a page stays where it is, whatever happens to its table and to its neighbours."""
+        own = self.real[table].groups[which]
+        if not len(own.entries):
+            return
+        handles = own.entries.handles[-1:].copy()
+        with self.cache.arena.pinned(handles) as offsets:
+            before = self.cache.arena.store.export_page(int(offsets[0]), 32)
+            while self.cache.arena.compact():
+                pass
+            self.cache.tree.evict_one()
+            assert self.cache.arena.offsets[handles[0]] == offsets[0]
+            assert self.cache.arena.store.export_page(int(offsets[0]), 32) == before
+
+    @rule(table=tables, n=st.integers(1, 6))
+    def has_room_keeps_its_word(self, table: int, n: int) -> None:
+        """What is said to fit can be reserved."""
+        real = self.real[table]
+        total = real.num_computed_tokens + n * PAGE
+        # Full pages and no other, so that what is reserved is what a sequence of that length holds, and its window.
+        need = self.cache.more_pages(real, total)
+        for g, own in enumerate(real.groups):
+            sealed = self.cache.classes.sealed(g, real.identity.stored_form).index
+            need[sealed] = total // PAGE - own.n_pages
+        if self.cache.has_room(need):
+            self.cache.reserve(real, n * PAGE)
+            self.cache.rollback(real)
 
     @rule()
     def compact(self) -> None:
@@ -128,6 +229,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule()
     def empty(self) -> None:
         self.cache.tree.clear()
+        assert self.cache.tree.n_nodes == 0
         assert self.cache.arena.free_frames == N_FRAMES
 
     @invariant()
@@ -138,24 +240,42 @@ class CacheMachine(RuleBasedStateMachine):
     def every_table_reads_its_own_tokens(self) -> None:
         for key, real in self.real.items():
             tokens = self.tokens[key]
+            form, namespace = real.identity.stored_form, real.identity.namespace
             assert real.num_computed_tokens == len(tokens)
-            for i, page in enumerate(real.pages):
-                want = stamp(real.identity.namespace, tokens[: (i + 1) * PAGE])
-                assert bytes(self.cache.arena.view(page.handle)[:32]) == want
-            if len(tokens) % PAGE:
-                assert real.open_page is not None
-                view = self.cache.arena.view(real.open_page.handle)
-                assert bytes(view[:32]) == stamp(real.identity.namespace, tokens)
+            for g, own in enumerate(real.groups):
+                first = SPEC.groups[g].first_page_read(len(tokens), PAGE)
+                assert own.n_passed == first, "pages behind the window are given back"
+                for handle, position in zip(own.entries.handles, own.entries.positions, strict=True):
+                    want = stamp(g, form, namespace, tokens[: position + PAGE])
+                    assert self.bytes_of(int(handle)) == want
+                if len(tokens) % PAGE:
+                    assert own.open_page is not None
+                    assert self.bytes_of(own.open_page) == stamp(g, "open", namespace, tokens)
+
+    def cached(self) -> int:
+        return sum(usage.cached for usage in self.cache.stats().usage)
+
+    def state(self, real: BlockTable) -> object:
+        groups = [(own.entries.handles.tolist(), own.n_passed, own.open_page) for own in real.groups]
+        return groups, real.node, real.num_computed_tokens
 
     def write(self, real: BlockTable, tokens: list[int], start: int) -> None:
         """What a forward pass does: seal the pages that fill, keep the tail in the open page."""
-        for i in range(start // PAGE, len(tokens) // PAGE):
-            content = stamp(real.identity.namespace, tokens[: (i + 1) * PAGE])
-            self.cache.arena.view(real.pages[i].handle)[:32] = np.frombuffer(content, dtype=np.uint8)
-        if len(tokens) % PAGE:
-            assert real.open_page is not None
-            content = stamp(real.identity.namespace, tokens)
-            self.cache.arena.view(real.open_page.handle)[:32] = np.frombuffer(content, dtype=np.uint8)
+        form, namespace = real.identity.stored_form, real.identity.namespace
+        for g, own in enumerate(real.groups):
+            for i in range(start // PAGE, len(tokens) // PAGE):
+                content = stamp(g, form, namespace, tokens[: (i + 1) * PAGE])
+                self.fill(int(own.entries.handles[i - own.n_passed]), content)
+            if len(tokens) % PAGE:
+                assert own.open_page is not None
+                self.fill(own.open_page, stamp(g, "open", namespace, tokens))
+
+    def fill(self, handle: int, content: bytes) -> None:
+        store, offset = self.cache.arena.store, int(self.cache.arena.offsets[handle])
+        store.import_page(offset, ExportedPage(content, hashlib.sha256(content).digest()))
+
+    def bytes_of(self, handle: int) -> bytes:
+        return self.cache.arena.store.export_page(int(self.cache.arena.offsets[handle]), 32).data
 
 
 TestCache = CacheMachine.TestCase
@@ -169,14 +289,19 @@ def test_cache_long() -> None:
     run_state_machine_as_test(CacheMachine, settings=settings(max_examples=400, stateful_step_count=60, deadline=None))
 
 
+def new_cache() -> KVCache:
+    sizes = footprint()
+    return KVCache(sizes, HostStore(sizes.arena_bytes))
+
+
 def _two_sequences() -> tuple[KVCache, BlockTable, BlockTable]:
-    cache = KVCache(footprint())
+    cache = new_cache()
     tokens = np.arange(2 * PAGE, dtype=np.int32)
     first = cache.new_table(identity("a"))
     cache.reserve(first, len(tokens))
     cache.commit(first, tokens, len(tokens))
     second = cache.new_table(identity("a"))
-    assert cache.match_prefix(second, tokens, len(tokens)) == len(tokens)
+    assert cache.match_prefix(second, tokens, len(tokens)).n_tokens == len(tokens)
     assert integrity.check(cache) == []
     return cache, first, second
 
@@ -185,32 +310,132 @@ def _skip_unlock(cache: KVCache, first: BlockTable, second: BlockTable) -> None:
     cache.tables.discard(second)
 
 
+def _skip_only_the_unlock(cache: KVCache, first: BlockTable, second: BlockTable) -> None:
+    second.node = None
+
+
 def _free_a_shared_page(cache: KVCache, first: BlockTable, second: BlockTable) -> None:
-    cache.arena.free(first.pages[0].handle)
+    handles = first.groups[0].entries.handles[:1]
+    for _ in range(int(cache.arena.ref_count[handles[0]])):
+        cache.arena.release(handles)
 
 
 def _release_twice(cache: KVCache, first: BlockTable, second: BlockTable) -> None:
-    release(first.pages[1], cache.arena)
+    cache.arena.release(first.groups[1].entries.handles[1:])
 
 
 def _drop_a_node(cache: KVCache, first: BlockTable, second: BlockTable) -> None:
-    first.nodes[0].children.clear()
+    assert first.node is not None
+    assert first.node.parent is not None
+    first.node.parent.children.clear()
 
 
 def _move_without_telling(cache: KVCache, first: BlockTable, second: BlockTable) -> None:
-    handle = first.pages[0].handle
-    cache.arena.offsets[handle] = cache.arena.offsets[first.pages[1].handle]
+    one, other = first.groups[0].entries.handles
+    cache.arena.offsets[one] = cache.arena.offsets[other]
 
 
 def _miscount_cached(cache: KVCache, first: BlockTable, second: BlockTable) -> None:
-    cache.tree.n_cached += 1
+    cache.arena._classes[0].n_cached += 1
+
+
+def _empty_a_slot_that_is_read(cache: KVCache, first: BlockTable, second: BlockTable) -> None:
+    assert first.node is not None
+    first.node.slots[0] = None
+
+
+def _give_back_too_much(cache: KVCache, first: BlockTable, second: BlockTable) -> None:
+    own = second.groups[0]
+    cache.arena.release(own.entries.handles[:1])
+    own.entries.drop_first(1)
+    own.n_passed += 1
+
+
+def _wrong_form(cache: KVCache, first: BlockTable, second: BlockTable) -> None:
+    handle = first.groups[0].entries.handles[0]
+    cache.arena.page_class[handle] = cache.classes.sealed(0, FORMS[1].name).index
 
 
 @pytest.mark.parametrize(
     "fault",
-    [_skip_unlock, _free_a_shared_page, _release_twice, _drop_a_node, _move_without_telling, _miscount_cached],
-)
+    [
+        _skip_unlock, _skip_only_the_unlock, _free_a_shared_page, _release_twice, _drop_a_node, _move_without_telling,
+        _miscount_cached, _empty_a_slot_that_is_read, _give_back_too_much, _wrong_form,
+    ],
+)  # fmt: skip
 def test_the_checker_catches_planted_faults(fault: Callable[[KVCache, BlockTable, BlockTable], None]) -> None:
     cache, first, second = _two_sequences()
     fault(cache, first, second)
     assert integrity.check(cache), f"{fault.__name__} went unnoticed"
+
+
+def test_a_window_that_is_gone_ends_a_hit() -> None:
+    """A hit needs the window's last pages; it falls back to the longest prefix that every group can serve."""
+    cache = new_cache()
+    tokens = np.arange(6 * PAGE, dtype=np.int32)
+    table = cache.new_table(identity("a"))
+    for _ in range(6):
+        cache.reserve(table, PAGE)
+        cache.commit(table, tokens, PAGE)
+    cache.release(table)
+    assert cache.find_prefix(identity("a"), tokens, len(tokens)).n_tokens == 6 * PAGE
+    path = cache.find_prefix(identity("a"), tokens, len(tokens)).path
+    cache.tree._empty(path[4], 1)
+    match = cache.find_prefix(identity("a"), tokens, len(tokens))
+    # Behind page 4 (64 .. 79) the window of 20 reads pages 3 and 4 only if it starts at 80; at 64 it reads 2 and 3.
+    assert (match.n_tokens, match.end.reason, match.end.group) == (4 * PAGE, "missing", "sliding")
+    table = cache.new_table(identity("a"))
+    cache.match_prefix(table, tokens, len(tokens))
+    assert [own.n_passed for own in table.groups] == [0, 2]
+    # Computed again, the page takes the empty place, and the old continuation can be had again.
+    cache.reserve(table, PAGE)
+    cache.commit(table, tokens, PAGE)
+    cache.release(table)
+    assert cache.find_prefix(identity("a"), tokens, len(tokens)).n_tokens == 6 * PAGE
+    assert integrity.check(cache) == []
+
+
+def test_a_page_in_a_lower_tier_is_no_hit_and_keeps_its_children() -> None:
+    cache, first, second = _two_sequences()
+    tokens = np.arange(2 * PAGE, dtype=np.int32)
+    cache.release(first)
+    cache.release(second)
+    top = cache.find_prefix(identity("a"), tokens, len(tokens)).path[0]
+    cache.tree._empty(top, 0)
+    top.slots[0] = Lower("disk", b"key")
+    match = cache.find_prefix(identity("a"), tokens, len(tokens))
+    assert (match.n_tokens, match.end.reason, match.end.group) == (0, "missing", "full")
+    assert top.children
+    assert integrity.check(cache) == []
+
+
+def test_forms_and_ends_of_matches() -> None:
+    cache, _, _ = _two_sequences()
+    tokens = np.arange(3 * PAGE, dtype=np.int32)
+    other = np.concatenate([tokens[:PAGE], tokens[:PAGE]])
+
+    def end(identity: PrefixIdentity, tokens: np.ndarray, limit: int = 1 << 30) -> tuple[str, int]:
+        match = cache.find_prefix(identity, tokens, limit)
+        return match.end.reason, match.end.at_token
+
+    assert end(identity("a"), tokens) == ("published_end", 2 * PAGE)
+    assert end(identity("a"), tokens, 2 * PAGE - 1) == ("limit", PAGE)
+    assert end(identity("a"), other) == ("diverged", PAGE)
+    assert end(identity("a"), other[1:]) == ("diverged", 0)
+    assert end(identity("b"), tokens) == ("cold", 0)
+    assert end(identity("a", FORMS[1].name), tokens) == ("cold", 0)
+    with pytest.raises(KeyError):
+        cache.new_table(identity("a", "int2"))
+
+
+def test_a_changed_page_is_not_imported() -> None:
+    store = HostStore(4096)
+    store.memory[:] = 7
+    page = store.export_page(64, 1024)
+    store.zero(64, 1024)
+    store.import_page(2048, page)
+    assert (store.memory[2048:3072] == 7).all()
+    damaged = ExportedPage(page.data[:-1] + b"\x00", page.checksum)
+    with pytest.raises(IntegrityError):
+        store.import_page(64, damaged)
+    assert (store.memory[64:1088] == 0).all(), "nothing was written"

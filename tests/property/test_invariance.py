@@ -134,7 +134,8 @@ def test_preemption(backend: str) -> None:
     alone = [answer(cold(backend, "int8", p, params)) for p in prompts]
     engine = tiny_engine(config(backend, "int8"), n_frames=4)
     need = (90 + 59) // PAGE
-    pool = 3 * engine._cache.footprint.sealed_per_frame
+    classes = engine._cache.classes
+    pool = 3 * engine._cache.footprint.per_frame(classes.sealed(0, "int8"))
     with LLM.from_engine(engine) as llm:
         outputs = llm.generate(prompts, params)
         assert [answer(o) for o in outputs] == alone
@@ -151,7 +152,7 @@ def test_no_prefix_cache(backend: str) -> None:
         first, second = llm.generate(tokens, GREEDY), llm.generate(tokens, GREEDY)
         assert first.cached_tokens == second.cached_tokens == 0
         assert answer(first) == answer(second) == answer(cold(backend, "int8", tokens, GREEDY))
-        assert llm.stats().sealed_pages_cached == 0
+        assert llm.stats().pages_cached == 0
 
 
 def test_namespaces_do_not_share_but_answer_the_same() -> None:
@@ -176,7 +177,7 @@ def test_forks_share_the_prompt_and_reproduce(backend: str) -> None:
     texts = [tuple(c.token_ids) for c in four.outputs]
     assert len(set(texts)) == 4, "choices of one seed differ"
     assert answer(four)[0] == answer(cold(backend, "int8", tokens, SEEDED))[0]
-    sealed, opened = engine._cache.footprint.sealed.page_bytes, engine._cache.footprint.open.page_bytes
+    sealed, opened = engine._cache.classes.sealed(0, "int8").page_bytes, engine._cache.classes.opened(0).page_bytes
     shared, tail = 41 // PAGE, (41 + 19) // PAGE - 41 // PAGE
     assert four.kv_bytes == (shared + 4 * tail) * sealed + 4 * opened, "the prompt once and four tails"
 

@@ -53,9 +53,10 @@ def run(model: str, codec: str, isa: Isa) -> list[str]:
 def budget(model: str, codec: str) -> int:
     """Bytes of the frames that one sequence of MAX_LEN tokens needs."""
     from octavo.cache.footprint import plan
+    from octavo.cache.format import Form
     from octavo.models.loading.load import load_model
 
-    sizes = plan(load_model(model).spec.cache_spec(), 32, codec, codec, 1 << 40)
+    sizes = plan(load_model(model).spec.cache_spec(), 32, [Form(codec, codec)], 1 << 40)
     return sizes.frames_for([MAX_LEN]) * sizes.frame_bytes
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.engine.client import EngineInfo, EngineStats
+from octavo.engine.client import EngineInfo, EngineStats, FrameMap, PageClassInfo, PageCounts
 from octavo.engine.messages import (
     Delta,
     Event,
@@ -125,6 +125,10 @@ class ScriptedEngine:
             bytes_per_token=64.0,
             kv_memory_bytes=64 * PAGE_SIZE * 64,
             prefix_cache=prefix_cache,
+            page_classes=(
+                PageClassInfo("full", "int8", False, PAGE_SIZE * 64),
+                PageClassInfo("full", "open", True, PAGE_SIZE * 64),
+            ),
         )
         self.script = Script()
         self.requests: list[GenerateRequest] = []
@@ -168,11 +172,10 @@ class ScriptedEngine:
         return EngineStats(
             requests_running=len(self._running),
             requests_waiting=0,
-            sealed_pages_active=0,
-            sealed_pages_cached=min(cached, 60),
-            sealed_pages_free=60 - min(cached, 60),
-            open_pages_active=min(len(self._running), 4),
-            open_pages_free=4 - min(len(self._running), 4),
+            pages=(
+                PageCounts("full", "int8", False, 0, min(cached, 60), 60 - min(cached, 60)),
+                PageCounts("full", "open", True, min(len(self._running), 4), 0, 4 - min(len(self._running), 4)),
+            ),
             frames_total=16,
             frames_free=16 - min(cached, 60) // 4,
             frame_bytes=4 * PAGE_SIZE * 64,
@@ -187,18 +190,17 @@ class ScriptedEngine:
             steps=self._generated,
         )
 
-    def page_map(self) -> list[dict[str, object]]:
+    def page_map(self) -> list[FrameMap]:
         cached, running = min(len(self._pages), 60), len(self._running)
-        states = ["cached"] * cached + ["free"] * (60 - cached)
+        states = "c" * cached + "f" * (60 - cached)
         if running:
-            states[: min(cached, 4)] = ["active"] * min(cached, 4)
-        frames: list[dict[str, object]] = []
+            states = "a" * min(cached, 4) + states[min(cached, 4) :]
+        frames = []
         for start in range(0, 60, 4):
             slots = states[start : start + 4]
-            used = any(s != "free" for s in slots)
-            frames.append({"class": "sealed" if used else None, "pages": slots if used else []})
-        open_slots = ["open" if i < running else "free" for i in range(4)]
-        return [*frames, {"class": "open" if running else None, "pages": open_slots if running else []}]
+            frames.append(FrameMap(0, slots) if slots != "ffff" else FrameMap(None, ""))
+        opened = "".join("o" if i < running else "f" for i in range(4))
+        return [*frames, FrameMap(1, opened) if running else FrameMap(None, "")]
 
     def is_healthy(self) -> bool:
         return not self._dead

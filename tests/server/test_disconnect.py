@@ -203,8 +203,8 @@ def test_disconnect_frees_the_pages_of_a_real_engine(
         if (
             stats.requests_running
             == stats.requests_waiting
-            == stats.open_pages_active
-            == stats.sealed_pages_active
+            == stats.pages_active(is_open=True)
+            == stats.pages_active(is_open=False)
             == 0
         ):
             break

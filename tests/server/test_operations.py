@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.api.dashboard.feed import take_snapshot
-from octavo.engine.client import EngineClient
+from octavo.engine.client import EngineClient, FrameMap
 
 from .conftest import SETTINGS
 from .running import RunningServer, running_server
@@ -138,10 +138,10 @@ def test_cache_feed(server: RunningServer, scripted: ScriptedEngine) -> None:
         assert first["stats"]["requests_running"] == 0
         asking = threading.Thread(target=lambda: httpx.post(server.url + "/v1/completions", json=TEXT, timeout=20))
         asking.start()
-        assert next(s for s in feed if s["stats"]["requests_running"])["frames"] == [15, "Oofff"]
+        assert next(s for s in feed if s["stats"]["requests_running"])["frames"] == [15, "Bofff"]
         gate.release(1000)
-        last = next(s for s in feed if not s["stats"]["requests_running"] and s["stats"]["sealed_pages_cached"])
-        assert last["frames"] == ["Scccf", 15]
+        last = next(s for s in feed if not s["stats"]["requests_running"] and s["stats"]["pages"][0]["cached"])
+        assert last["frames"] == ["Acccf", 15]
         asking.join()
         assert client.get("/octavo/cache").json() == last
     # Nobody watches any more, so nobody looks.
@@ -183,7 +183,7 @@ def test_feed_ends_with_the_server(server: RunningServer) -> None:
 
 
 def test_feed_tells_of_a_failing_engine(server: RunningServer, scripted: ScriptedEngine) -> None:
-    def fail() -> list[dict[str, object]]:
+    def fail() -> list[FrameMap]:
         raise RuntimeError("a secret")
 
     scripted.page_map = fail  # type: ignore[method-assign]
@@ -200,7 +200,7 @@ def test_snapshot_of_any_engine(any_engine: EngineClient) -> None:
     assert frames == snapshot["stats"]["frames_total"]
     pages = "".join(f[1:] for f in snapshot["frames"] if isinstance(f, str))
     assert set(pages) <= set("foasc")
-    assert pages.count("c") == snapshot["stats"]["sealed_pages_cached"]
+    assert pages.count("c") == sum(p["cached"] for p in snapshot["stats"]["pages"])
 
 
 def test_page_files(server: RunningServer) -> None:

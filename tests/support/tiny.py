@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from octavo.cache.footprint import plan
+from octavo.cache.format import Form
 from octavo.config import EngineConfig
 from octavo.engine.build import assemble_engine
 from octavo.engine.engine import Engine
@@ -112,7 +113,7 @@ def tiny_engine(
     spec = spec or tiny_spec()
     if n_frames:
         policy = config.policy
-        sizes = plan(spec.cache_spec(), config.page_size, policy.key_codec, policy.value_codec, 1 << 26)
+        sizes = plan(spec.cache_spec(), config.page_size, [Form(policy.key_codec, policy.value_codec)], 1 << 26)
         config = replace(config, kv_memory_bytes=n_frames * sizes.frame_bytes)
     elif not config.kv_memory_bytes:
         config = replace(config, kv_memory_bytes=1 << 26)

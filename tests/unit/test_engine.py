@@ -212,8 +212,8 @@ class TestCancel:
             assert isinstance(seen[-2], Delta)
             assert seen[-2].finish_reason == "cancelled"
         idle(engine)
-        assert engine.stats().open_pages_active == 0
-        assert engine.stats().sealed_pages_active == 0
+        assert engine.stats().pages_active(is_open=True) == 0
+        assert engine.stats().pages_active(is_open=False) == 0
 
     def test_in_the_middle_of_a_prompt(self, engine: Engine) -> None:
         events = submit(engine, prompt(900))
@@ -222,7 +222,7 @@ class TestCancel:
         engine.cancel("r")
         assert isinstance(until_over(events)[-1], Finished)
         idle(engine)
-        assert engine.stats().sealed_pages_active == 0
+        assert engine.stats().pages_active(is_open=False) == 0
         again = until_over(submit(engine, prompt(900)))
         assert isinstance(again[0], Started)
         assert again[0].cached_tokens % 32 == 0, "whole steps were published, nothing half done"
@@ -312,7 +312,7 @@ def test_a_fault_in_one_request_ends_that_request_alone() -> None:
         assert all(isinstance(until_over(events)[-1], Finished) for events in mates)
         assert llm.generate(prompt(40), GREEDY).outputs[0].token_ids == good.outputs[0].token_ids
         assert engine.call(lambda: integrity.check(engine._cache), timeout_s=10) == []
-        assert engine.stats().open_pages_active == 0
+        assert engine.stats().pages_active(is_open=True) == 0
 
 
 class TestTogether:

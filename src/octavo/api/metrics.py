@@ -201,16 +201,16 @@ class _EngineCollector(Collector):
         for name, documentation, value in counters:
             yield self._filled(CounterMetricFamily(PREFIX + name, documentation, labels=list(self._labels)), value)
         pages = GaugeMetricFamily(
-            PREFIX + "kv_pages", "Pages by kind and state.", labels=["model_name", "kind", "state"]
+            PREFIX + "kv_pages",
+            "Pages by cache group, form (open, or how they are sealed) and state.",
+            labels=["model_name", "group", "form", "state"],
         )
-        for kind, state, count in (
-            ("sealed", "active", stats.sealed_pages_active),
-            ("sealed", "cached", stats.sealed_pages_cached),
-            ("sealed", "free", stats.sealed_pages_free),
-            ("open", "active", stats.open_pages_active),
-            ("open", "free", stats.open_pages_free),
-        ):
-            pages.add_metric([self._labels["model_name"], kind, state], count)
+        for p in stats.pages:
+            states = [("active", p.active), ("free", p.free)]
+            if not p.is_open:  # an open page is nobody's but its sequence's
+                states.append(("cached", p.cached))
+            for state, count in states:
+                pages.add_metric([self._labels["model_name"], p.group, p.form, state], count)
         yield pages
         info = self._engine.info
         config = InfoMetricFamily(PREFIX + "cache_config", "How the cache is set up.", labels=["model_name"])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from octavo.cache.format import Form, PageFormat, build_format, open_format
+from octavo.cache.classes import PageClass, PageClasses
+from octavo.cache.format import Form
 from octavo.cache.spec import CacheSpec
 from octavo.errors import ConfigError
 
@@ -15,65 +17,90 @@ FRAME_ALIGN = 64 * 1024
 MAX_FRAME_WASTE = 0.02
 #: Frames larger than this many of the largest page would make small budgets coarse.
 MAX_PAGES_OF_LARGEST = 8
+#: No sequence is longer.
+MAX_TOKENS = 1 << 31
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Sizes of one model's cache under one pair of codecs.
+    """Sizes of one model's cache.
 
     Attributes:
-        sealed, open: the two page classes' formats.
+        classes: all page classes, with their formats.
         frame_bytes: the unit in which the arena hands memory to a class.
         n_frames: frames that the budget holds.
     """
 
-    sealed: PageFormat
-    open: PageFormat
+    classes: PageClasses
     frame_bytes: int
     n_frames: int
 
     @property
     def page_size(self) -> int:
-        return self.sealed.page_size
-
-    @property
-    def sealed_per_frame(self) -> int:
-        return self.frame_bytes // self.sealed.page_bytes
-
-    @property
-    def open_per_frame(self) -> int:
-        return self.frame_bytes // self.open.page_bytes
+        return self.classes.page_size
 
     @property
     def arena_bytes(self) -> int:
         return self.n_frames * self.frame_bytes
 
-    def frames_for(self, tokens_per_sequence: Sequence[int]) -> int:
-        """Frames that these sequences need at once, sharing nothing: sealed pages, and an open page each."""
-        sealed = sum(n // self.page_size for n in tokens_per_sequence)
-        return -(-sealed // self.sealed_per_frame) + -(-len(tokens_per_sequence) // self.open_per_frame)
+    def per_frame(self, page_class: PageClass) -> int:
+        """Pages of this class in one frame."""
+        return self.frame_bytes // page_class.page_bytes
 
-    def max_tokens_alone(self) -> int:
+    def bytes_per_token(self, form: str | None = None) -> float:
+        """Bytes that each token of a long sequence adds in sealed pages of a form (None: the default one)."""
+        form = form or self.classes.default_form
+        groups = range(len(self.classes.spec.groups))
+        return sum(self.classes.sealed(g, form).format.bytes_per_token for g in groups)
+
+    def frames_holding(self, pages: Mapping[int, int]) -> int:
+        """Frames that so many pages of each class (by index) fill when packed."""
+        return sum(-(-n // self.per_frame(self.classes[index])) for index, n in pages.items())
+
+    def pages_for(self, n_tokens: int, form: str | None = None) -> Counter[int]:
+        """Pages, by class index, that one sequence of so many tokens holds, sharing nothing: its full pages sealed,
+        and an open page in each group."""
+        form = form or self.classes.default_form
+        pages: Counter[int] = Counter()
+        for g, group in enumerate(self.classes.spec.groups):
+            pages[self.classes.sealed(g, form).index] += group.pages_held(n_tokens, self.page_size)
+            pages[self.classes.opened(g).index] += 1
+        return pages
+
+    def frames_for(self, tokens_per_sequence: Sequence[int], form: str | None = None) -> int:
+        """Frames that these sequences need at once, sharing nothing."""
+        pages: Counter[int] = Counter()
+        for n_tokens in tokens_per_sequence:
+            pages.update(self.pages_for(n_tokens, form))
+        return self.frames_holding(pages)
+
+    def max_tokens_alone(self, form: str | None = None) -> int:
         """The longest sequence that fits when it is the only one."""
-        if self.n_frames < 1:
-            return 0
-        return (self.n_frames - 1) * self.sealed_per_frame * self.page_size + self.page_size - 1
+        low, high = 0, MAX_TOKENS
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.frames_for([middle], form) <= self.n_frames:
+                low = middle
+            else:
+                high = middle - 1
+        return low
 
 
-def plan(spec: CacheSpec, page_size: int, key_codec: str, value_codec: str, budget_bytes: int) -> Footprint:
-    """The footprint within a budget. Raises ConfigError when not even one page of each class fits."""
-    (group,) = spec.groups
-    sealed = build_format(group, page_size, Form(key_codec, value_codec))
-    opened = open_format(group, page_size)
-    frame = frame_bytes_for((sealed.page_bytes, opened.page_bytes))
-    n_frames = budget_bytes // frame
-    if n_frames < 2:
+def plan(spec: CacheSpec, page_size: int, forms: Sequence[Form], budget_bytes: int) -> Footprint:
+    """The footprint within a budget. Raises ConfigError when one page of each class that a sequence needs does not
+    fit."""
+    classes = PageClasses(spec, page_size, forms)
+    frame = frame_bytes_for([page_class.page_bytes for page_class in classes])
+    footprint = Footprint(classes, frame, budget_bytes // frame)
+    # A sealed page of each group, and an open one.
+    least = footprint.frames_for([page_size])
+    if footprint.n_frames < least:
         raise ConfigError(
             f"the KV memory budget of {budget_bytes:,} bytes holds no sealed page beside an open one: "
-            f"this model with page size {page_size} needs at least {2 * frame:,} bytes "
-            f"(--kv-memory {-(-2 * frame // 2**20)}MiB)"
+            f"this model with page size {page_size} needs at least {least * frame:,} bytes "
+            f"(--kv-memory {-(-least * frame // 2**20)}MiB)"
         )
-    return Footprint(sealed, opened, frame, n_frames)
+    return footprint
 
 
 def frame_bytes_for(page_bytes: Sequence[int]) -> int:

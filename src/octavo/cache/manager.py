@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.cache.arena import Arena, PageClass
+from octavo.cache.arena import Arena, ClassUsage, PageHandle
+from octavo.cache.classes import PageClass
+from octavo.cache.eviction import CacheObserver, EvictionPolicy
 from octavo.cache.footprint import Footprint
-from octavo.cache.pages import OPEN, SEALED, Page, release
-from octavo.cache.radix import EvictionPolicy, Node, PrefixIdentity, PrefixTree
-from octavo.cache.table import BlockTable
+from octavo.cache.radix import Match, MatchEnd, PrefixIdentity, PrefixTree, Resident
+from octavo.cache.store import PageStore
+from octavo.cache.table import BlockTable, Entries, GroupTable
 from octavo.errors import OutOfPages
 
 I32 = NDArray[np.int32]
@@ -21,13 +24,9 @@ I64 = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """Page counts. For sealed pages: active + cached + free == slots in frames of their class."""
+    """Counts of the whole cache. `usage` is by page class: active + cached + free == slots in frames of the class."""
 
-    sealed_active: int
-    sealed_cached: int
-    sealed_free: int
-    open_active: int
-    open_free: int
+    usage: tuple[ClassUsage, ...]
     frames_total: int
     frames_free: int
     frame_bytes: int
@@ -47,153 +46,219 @@ class KVCache:
     """
 
     def __init__(
-        self, footprint: Footprint, *, prefix_cache: bool = True, eviction: EvictionPolicy | None = None
+        self,
+        footprint: Footprint,
+        store: PageStore,
+        *,
+        prefix_cache: bool = True,
+        eviction: EvictionPolicy | None = None,
+        observer: CacheObserver | None = None,
     ) -> None:
         self.footprint = footprint
+        self.classes = footprint.classes
+        self.groups = footprint.classes.spec.groups
         self.page_size = footprint.page_size
         self.prefix_cache = prefix_cache
         self.arena = Arena(
-            footprint.n_frames, footprint.frame_bytes, (footprint.sealed.page_bytes, footprint.open.page_bytes)
+            store, footprint.n_frames, footprint.frame_bytes, [page_class.page_bytes for page_class in self.classes]
         )
-        self.tree = PrefixTree(self.arena, eviction)
+        self.tree = PrefixTree(self.arena, self.groups, self.page_size, eviction, observer)
         self.tables: set[BlockTable] = set()
 
     def new_table(self, identity: PrefixIdentity) -> BlockTable:
-        table = BlockTable(identity)
+        """An empty table. Raises KeyError where the cache has no class for the identity's stored form."""
+        for g in range(len(self.groups)):
+            self.classes.sealed(g, identity.stored_form)
+        table = BlockTable(identity, tuple(GroupTable(Entries()) for _ in self.groups))
         self.tables.add(table)
         return table
 
-    def match_prefix(self, table: BlockTable, tokens: I32, max_tokens: int) -> int:
-        """Fill an empty table with published pages that begin `tokens`; returns how many tokens they hold.
+    def find_prefix(self, identity: PrefixIdentity, tokens: I32, max_tokens: int) -> Match:
+        """The longest published prefix of `tokens`, in whole pages, of at most `max_tokens`. Changes nothing."""
+        if not self.prefix_cache:
+            return Match((), 0, MatchEnd("cold", 0))
+        max_pages = min(max_tokens, len(tokens)) // self.page_size
+        return self.tree.match_prefix(identity, tokens[: max_pages * self.page_size].tobytes(), max_pages)
+
+    def match_prefix(self, table: BlockTable, tokens: I32, max_tokens: int) -> Match:
+        """Fill an empty table with published pages that begin `tokens`.
 
         At most `max_tokens` are taken, in whole pages: a caller that needs logits keeps the last token back.
         """
-        if table.pages or table.num_computed_tokens:
+        if table.num_computed_tokens or any(group.n_pages for group in table.groups):
             raise ValueError("match_prefix needs an empty table")
-        path = self._published(table.identity, tokens, max_tokens)
-        for node in path:
-            self.tree.lock(node)
-        table.nodes = path
-        table.pages = [node.page for node in path]
-        table.num_computed_tokens = len(path) * self.page_size
-        return table.num_computed_tokens
-
-    def published_tokens(self, identity: PrefixIdentity, tokens: I32, max_tokens: int) -> int:
-        """How many tokens `match_prefix` would find."""
-        return len(self._published(identity, tokens, max_tokens)) * self.page_size
+        match = self.find_prefix(table.identity, tokens, max_tokens)
+        if match.node is None:
+            return match
+        self.tree.lock(match.node)
+        for g, (group, own) in enumerate(zip(self.groups, table.groups, strict=True)):
+            first = min(group.first_page_read(match.n_tokens, self.page_size), len(match.path))
+            slots = [node.slots[g] for node in match.path[first:]]
+            handles = np.array([slot.handle for slot in slots if isinstance(slot, Resident)], dtype=np.int64)
+            self.arena.hold(handles)
+            page_class = self.classes.sealed(g, table.identity.stored_form)
+            own.entries.extend(handles, page_class.index, first * self.page_size, self.page_size)
+            own.n_passed = first
+        table.node = match.node
+        table.num_computed_tokens = match.n_tokens
+        return match
 
     def reserve(self, table: BlockTable, n_tokens: int) -> None:
         """Make room for the next `n_tokens`. Raises OutOfPages with the table unchanged."""
-        end = table.num_computed_tokens + n_tokens
-        n_sealed = end // self.page_size - len(table.pages)
-        needs_open = table.open_page is None and (
-            end % self.page_size != 0 or table.num_computed_tokens % self.page_size != 0
-        )
-        got: list[Page] = []
+        start, size = table.num_computed_tokens, self.page_size
+        end = start + n_tokens
+        got: list[PageHandle] = []
+        wanted: list[PageClass] = []
+        for g, own in enumerate(table.groups):
+            if own.open_page is None and (end % size != 0 or start % size != 0):
+                wanted.append(self.classes.opened(g))
+            wanted += [self.classes.sealed(g, table.identity.stored_form)] * (end // size - own.n_pages)
         try:
-            if needs_open:
-                got.append(self._allocate(OPEN))
-            got.extend(self._allocate(SEALED) for _ in range(n_sealed))
+            for page_class in wanted:
+                got.append(self._allocate(page_class))
         except OutOfPages:
-            for page in got:
-                release(page, self.arena)
+            self.arena.release(np.array(got, dtype=np.int64))
             raise
-        if needs_open:
-            table.open_page = got.pop(0)
-        table.pages.extend(got)
+        for handle, page_class in zip(got, wanted, strict=True):
+            own = table.groups[page_class.group]
+            if page_class.is_open:
+                own.open_page = handle
+            else:
+                own.entries.append(handle, page_class.index, own.n_pages * size, size)
 
     def commit(self, table: BlockTable, tokens: I32, n_tokens: int) -> None:
         """The step has written `n_tokens` more. `tokens` are the sequence's ids from its start, at least as many as
         are now computed; pages that became full are published."""
+        n_full = (table.num_computed_tokens + n_tokens) // self.page_size
+        if any(own.n_pages != n_full for own in table.groups):
+            reserved = [own.n_pages for own in table.groups]
+            raise ValueError(f"{reserved} pages reserved, {n_full} full after the step")
         table.num_computed_tokens += n_tokens
-        n_full = table.num_computed_tokens // self.page_size
-        if n_full != len(table.pages):
-            raise ValueError(f"{len(table.pages)} pages reserved, {n_full} full after the step")
-        if not self.prefix_cache:
-            return
-        for i in range(len(table.nodes), n_full):
-            key = tokens[i * self.page_size : (i + 1) * self.page_size].tobytes()
-            parent = table.nodes[-1] if table.nodes else None
-            node = self.tree.insert(table.identity, parent, key, table.pages[i])
-            table.pages[i] = node.page
-            table.nodes.append(node)
+        if self.prefix_cache:
+            for page in range(table.n_published, n_full):
+                self._publish(table, page, tokens[page * self.page_size : (page + 1) * self.page_size].tobytes())
+        self._give_back_passed(table)
 
     def rollback(self, table: BlockTable) -> None:
         """Give back what was reserved for a step that did not happen."""
-        while len(table.pages) > table.num_computed_tokens // self.page_size:
-            release(table.pages.pop(), self.arena)
+        n_full = table.num_computed_tokens // self.page_size
+        for own in table.groups:
+            n = own.n_pages - n_full
+            if n > 0:
+                self.arena.release(own.entries.handles[-n:])
+                own.entries.drop_last(n)
 
     def fork(self, table: BlockTable) -> BlockTable:
-        """A second table over the same tokens: sealed pages are shared, the open page is copied.
+        """A second table over the same tokens: sealed pages are shared, open pages are copied.
 
         Between steps only. Raises OutOfPages with nothing changed.
         """
-        copy: Page | None = None
-        if table.open_page is not None and table.num_computed_tokens % self.page_size:
-            copy = self._allocate(OPEN)
-            self.arena.view(copy.handle)[:] = self.arena.view(table.open_page.handle)
+        copies: list[PageHandle | None] = []
+        try:
+            for g, own in enumerate(table.groups):
+                unfinished = own.open_page is not None and table.num_computed_tokens % self.page_size
+                copies.append(self._allocate(self.classes.opened(g)) if unfinished else None)
+        except OutOfPages:
+            self.arena.release(np.array([c for c in copies if c is not None], dtype=np.int64))
+            raise
         child = self.new_table(table.identity)
-        child.num_computed_tokens = table.num_computed_tokens
-        child.open_page = copy
-        child.nodes = list(table.nodes)
-        child.pages = list(table.pages)
-        for node in child.nodes:
-            self.tree.lock(node)
-        for page in child.pages[len(child.nodes) :]:
-            page.ref_count += 1
+        child.num_computed_tokens, child.node = table.num_computed_tokens, table.node
+        if child.node is not None:
+            self.tree.lock(child.node)
+        for g, (own, new, copy) in enumerate(zip(table.groups, child.groups, copies, strict=True)):
+            self.arena.hold(own.entries.handles)
+            new.entries, new.n_passed, new.open_page = own.entries.copy(), own.n_passed, copy
+            if copy is not None and own.open_page is not None:
+                offsets = self.arena.offsets
+                n_bytes = self.classes.opened(g).page_bytes
+                self.arena.store.copy_page(int(offsets[own.open_page]), int(offsets[copy]), n_bytes)
         return child
 
     def release(self, table: BlockTable) -> None:
         """The sequence is over or preempted. Published pages stay cached; the rest is freed."""
-        for page in reversed(table.pages[len(table.nodes) :]):
-            release(page, self.arena)
-        for node in reversed(table.nodes):
-            self.tree.unlock(node)
-        if table.open_page is not None:
-            release(table.open_page, self.arena)
-        table.pages, table.nodes, table.open_page, table.num_computed_tokens = [], [], None, 0
+        for own in table.groups:
+            self.arena.release(own.entries.handles)
+            if own.open_page is not None:
+                self.arena.release(np.array([own.open_page], dtype=np.int64))
+            own.entries, own.n_passed, own.open_page = Entries(), 0, None
+        if table.node is not None:
+            self.tree.unlock(table.node)
+        table.node, table.num_computed_tokens = None, 0
         self.tables.discard(table)
 
-    def offsets(self, pages: Sequence[Page]) -> I64:
-        """int64 [len(pages)]: byte offsets into `arena.memory`, valid until pages are next allocated or freed."""
-        return self.arena.offsets[[p.handle for p in pages]]
+    def more_pages(self, table: BlockTable, n_tokens: int) -> Counter[int]:
+        """Pages of each class (by index) that the table lacks to hold n_tokens."""
+        pages = self.footprint.pages_for(max(n_tokens, table.num_computed_tokens), table.identity.stored_form)
+        for g, own in enumerate(table.groups):
+            pages[self.classes.sealed(g, table.identity.stored_form).index] -= len(own.entries)
+            pages[self.classes.opened(g).index] -= own.open_page is not None
+        return +pages
 
-    def offset(self, page: Page) -> int:
-        return int(self.arena.offsets[page.handle])
+    def has_room(self, pages: Mapping[int, int]) -> bool:
+        """Whether so many more pages of each class (by index) can be had, at the price of all that is only cached."""
+        need: Counter[int] = Counter(pages)
+        for page_class in self.classes:
+            need[page_class.index] += self.arena.usage(page_class.index).active
+        return self.footprint.frames_holding(need) <= self.arena.n_frames
 
-    def available_pages(self) -> int:
-        """Sealed pages that could be had now: free slots, free frames, and cached pages that may be evicted."""
-        free = self.arena.usage(SEALED).free
-        return free + self.arena.free_frames * self.footprint.sealed_per_frame + self.tree.n_cached
+    def held_bytes(self, tables: Iterable[BlockTable]) -> int:
+        """Bytes of the distinct pages that these tables hold."""
+        groups = [own for table in tables for own in table.groups]
+        handles: list[I64] = [own.entries.handles for own in groups]
+        opened = [own.open_page for own in groups if own.open_page is not None]
+        distinct = np.unique(np.concatenate([*handles, np.array(opened, dtype=np.int64)]))
+        sizes = np.array([page_class.page_bytes for page_class in self.classes], dtype=np.int64)
+        return int(sizes[self.arena.page_class[distinct]].sum())
 
     def stats(self) -> CacheStats:
-        sealed, opened = self.arena.usage(SEALED), self.arena.usage(OPEN)
+        usage = tuple(self.arena.usage(page_class.index) for page_class in self.classes)
         return CacheStats(
-            sealed_active=sealed.used - self.tree.n_cached,
-            sealed_cached=self.tree.n_cached,
-            sealed_free=sealed.free,
-            open_active=opened.used,
-            open_free=opened.free,
+            usage=usage,
             frames_total=self.arena.n_frames,
             frames_free=self.arena.free_frames,
             frame_bytes=self.arena.frame_bytes,
-            used_bytes=sealed.used * self.footprint.sealed.page_bytes + opened.used * self.footprint.open.page_bytes,
-            frame_slack_bytes=sealed.frame_slack_bytes + opened.frame_slack_bytes,
+            used_bytes=sum((u.active + u.cached) * c.page_bytes for u, c in zip(usage, self.classes, strict=True)),
+            frame_slack_bytes=sum(u.frame_slack_bytes for u in usage),
             evicted_pages=self.tree.evicted_pages,
         )
 
-    def _published(self, identity: PrefixIdentity, tokens: I32, max_tokens: int) -> list[Node]:
-        if not self.prefix_cache:
-            return []
-        max_pages = min(max_tokens, len(tokens)) // self.page_size
-        whole = tokens[: max_pages * self.page_size].tobytes()
-        return self.tree.match_prefix(identity, whole, self.page_size * tokens.itemsize, max_pages)
+    def close(self) -> None:
+        """Give the memory back. Nothing may be asked of the cache afterwards."""
+        self.arena.store.close()
 
-    def _allocate(self, page_class: PageClass) -> Page:
+    def _publish(self, table: BlockTable, page: int, key: bytes) -> None:
+        handles = [int(own.entries.handles[page - own.n_passed]) for own in table.groups]
+        inserted = self.tree.insert(table.identity, table.node, key, handles)
+        for own, mine, theirs in zip(table.groups, handles, inserted.handles, strict=True):
+            if mine != theirs:
+                self.arena.hold(np.array([theirs], dtype=np.int64))
+                self.arena.release(np.array([mine], dtype=np.int64))
+                own.entries.replace(page - own.n_passed, theirs)
+        self.tree.lock(inserted.node)
+        if table.node is not None:
+            self.tree.unlock(table.node)
+        table.node = inserted.node
+
+    def _give_back_passed(self, table: BlockTable) -> None:
+        """Pages that no later token reads are let go; the published ones stay in the tree, cached."""
+        for g, (group, own) in enumerate(zip(self.groups, table.groups, strict=True)):
+            n = min(group.first_page_read(table.num_computed_tokens, self.page_size), own.n_pages) - own.n_passed
+            if n <= 0:
+                continue
+            self.arena.release(own.entries.handles[:n])
+            own.entries.drop_first(n)
+            own.n_passed += n
+            node = table.node
+            while node is not None and node.depth >= own.n_passed - n:
+                if node.depth < own.n_passed:
+                    self.tree.passed(node, g)
+                node = node.parent
+
+    def _allocate(self, page_class: PageClass) -> PageHandle:
         while True:
             try:
-                return Page(self.arena.allocate(page_class), page_class)
+                return self.arena.allocate(page_class.index)
             except OutOfPages:
-                # Evicting frees sealed slots; when another class asks, compaction turns those into a free frame.
+                # Evicting frees slots of some class; when another asks, compaction turns those into a free frame.
                 if not self.arena.compact() and not self.tree.evict_one():
                     raise

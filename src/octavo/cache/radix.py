@@ -7,12 +7,13 @@ the root to a node spells everything that a page's content depends on.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
-from octavo.cache.arena import Arena
-from octavo.cache.pages import Page, release
+from octavo.cache.arena import Arena, PageHandle
+from octavo.cache.eviction import CacheObserver, Evicted, EvictionPolicy, LeastRecentlyUsed
+from octavo.cache.spec import CacheGroup
 
 
 class PrefixIdentity(NamedTuple):
@@ -31,114 +32,215 @@ class PrefixIdentity(NamedTuple):
     namespace: str
 
 
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """A page in the arena."""
+
+    handle: PageHandle
+
+
+@dataclass(frozen=True, slots=True)
+class Lower:
+    """A page in a lower tier, under the tier's own name for it."""
+
+    tier: str
+    key: bytes
+
+
+#: Where a node's page of one group is. None: nowhere; the node stays, for its other groups and its children.
+Slot = Resident | Lower | None
+
+
 @dataclass(slots=True, eq=False)
 class Node:
-    """One published page. `key` is its token ids as little-endian int32 bytes."""
+    """One published page of a prefix, in every group.
+
+    Attributes:
+        key: its token ids as little-endian int32 bytes.
+        depth: its page's index in the sequence.
+        slots: where its page is, for each group.
+        lock_count: block tables whose published pages end here. A locked node stays, and so do those above it.
+    """
 
     key: bytes
-    page: Page
+    depth: int
     parent: Node | None
     identity: PrefixIdentity
+    slots: list[Slot]
     children: dict[bytes, Node] = field(default_factory=dict)
+    lock_count: int = 0
     last_used: int = 0
 
 
-class EvictionPolicy(Protocol):
-    """Which unreferenced leaf goes first: the one with the lowest priority."""
+@dataclass(frozen=True, slots=True)
+class MatchEnd:
+    """Why a prefix match went no further than `at_token`.
 
-    def priority(self, node: Node) -> float: ...
+    reason: "limit": all that was asked for is there. "cold": nothing that begins so was ever published, or it is gone.
+    "diverged": what is published goes on with other tokens. "published_end": what is published ends here.
+    "missing": `group` lacks pages that a longer hit would read.
+    """
+
+    reason: Literal["limit", "cold", "diverged", "published_end", "missing"]
+    at_token: int
+    group: str | None = None
 
 
-class LeastRecentlyUsed:
-    """Evict the leaf whose last use lies furthest back."""
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest prefix that every group can serve.
 
-    def priority(self, node: Node) -> float:
-        return float(node.last_used)
+    Attributes:
+        path: its nodes from the root on.
+        n_tokens: tokens that they hold.
+        end: where and why it ended.
+    """
+
+    path: tuple[Node, ...]
+    n_tokens: int
+    end: MatchEnd
+
+    @property
+    def node(self) -> Node | None:
+        return self.path[-1] if self.path else None
+
+
+@dataclass(frozen=True, slots=True)
+class Inserted:
+    """The node for a page's content, and for each group the page to use from now on: the one that was published before,
+    where there was one."""
+
+    node: Node
+    handles: tuple[PageHandle, ...]
 
 
 class PrefixTree:
     """Published pages by content.
 
     Rules:
-    - The tree is one holder of each of its pages; a block table that reads a page is another. A page with the tree
-      as its only holder is cached and may be evicted, leaves first.
-    - Whoever holds a node's page holds those of all its ancestors (tables hold whole paths), so cached pages never
-      sit above active ones.
-    - `lock` after `match_prefix`, before anything else may evict.
+    - The tree is a holder of every resident page in its slots; a block table that reads a page is another. A page with
+      the tree as its only holder is cached and may be evicted.
+    - Where a group serves from leaves, pages go from the leaves on, together with their nodes. Elsewhere a slot may be
+      emptied anywhere.
+    - `lock` a match's last node before anything else may evict, and hold the pages that are read.
     """
 
-    def __init__(self, arena: Arena, policy: EvictionPolicy | None = None) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        groups: Sequence[CacheGroup],
+        page_size: int,
+        policy: EvictionPolicy | None = None,
+        observer: CacheObserver | None = None,
+    ) -> None:
         self._arena = arena
+        self._groups = tuple(groups)
+        self._page_size = page_size
         self._policy = policy or LeastRecentlyUsed()
+        self._observer = observer
         self._roots: dict[PrefixIdentity, dict[bytes, Node]] = {}
-        self._heap: list[tuple[float, int, Node]] = []
+        #: (priority, number of the push, node, group whose slot alone may go, or None for the whole node).
+        self._heap: list[tuple[float, int, Node, int | None]] = []
         self._clock = 0
         self._pushes = 0
         self.n_nodes = 0
-        self.n_cached = 0
         self.evicted_pages = 0
+        #: Changes whenever a match may come out differently.
+        self.version = 0
 
-    def match_prefix(self, identity: PrefixIdentity, tokens: bytes, page_bytes: int, max_pages: int) -> list[Node]:
-        """The longest published path whose pages equal the beginning of `tokens` (int32 bytes), at most max_pages."""
+    def match_prefix(self, identity: PrefixIdentity, tokens: bytes, max_pages: int) -> Match:
+        """The longest prefix of `tokens` (int32 bytes) that every group can serve, at most max_pages."""
         path: list[Node] = []
         level = self._roots.get(identity, {})
+        width = 4 * self._page_size
         for i in range(max_pages):
-            node = level.get(tokens[i * page_bytes : (i + 1) * page_bytes])
+            node = level.get(tokens[i * width : (i + 1) * width])
             if node is None:
                 break
             path.append(node)
             level = node.children
-        return path
+        end = self._end(len(path), max_pages, more=bool(level))
+        return self._servable(path, end)
+
+    def _end(self, n: int, max_pages: int, *, more: bool) -> MatchEnd:
+        at = n * self._page_size
+        if n == max_pages:
+            return MatchEnd("limit", at)
+        if more:
+            return MatchEnd("diverged", at)
+        return MatchEnd("published_end" if n else "cold", at)
+
+    def _servable(self, path: list[Node], end: MatchEnd) -> Match:
+        """Cut a path back until every group can serve it."""
+        n = -1
+        while n != len(path):
+            n = len(path)
+            for g, group in enumerate(self._groups):
+                served = group.servable([isinstance(node.slots[g], Resident) for node in path], self._page_size)
+                if served < len(path):
+                    del path[served:]
+                    end = MatchEnd("missing", served * self._page_size, group.name)
+        return Match(tuple(path), n * self._page_size, end)
 
     def lock(self, node: Node) -> None:
-        """A table begins to read this node's page."""
-        if node.page.ref_count == 1:
-            self.n_cached -= 1
-        node.page.ref_count += 1
-        self._touch(node)
+        """A table's published pages end here."""
+        node.lock_count += 1
+        self._clock += 1
+        node.last_used = self._clock
 
     def unlock(self, node: Node) -> None:
-        """A table stops reading this node's page. Unlock a path from its end."""
-        if node.page.ref_count < 2:
-            raise ValueError("unlocked a page that no table holds")
-        node.page.ref_count -= 1
-        if node.page.ref_count == 1:
-            self.n_cached += 1
-            self._offer(node)
+        """A table that ended here goes on, or is gone."""
+        if node.lock_count < 1:
+            raise ValueError("unlocked a node that no table holds")
+        node.lock_count -= 1
+        self._offer(node)
 
-    def insert(self, identity: PrefixIdentity, parent: Node | None, key: bytes, page: Page) -> Node:
-        """Publish a page that its caller holds, below `parent` (None: at the root).
+    def insert(
+        self, identity: PrefixIdentity, parent: Node | None, key: bytes, handles: Sequence[PageHandle]
+    ) -> Inserted:
+        """Publish one page of each group, which the caller holds, below `parent` (None: at the root).
 
-        Returns the node for this content. If one existed already, its page is the one to use from now on: the
-        caller's hold moves to it and the caller's page is released.
+        Where the content was published before with its pages in place, those are the ones to use; the caller moves its
+        holds to them. Otherwise the tree becomes a holder of the caller's.
         """
         level = self._roots.setdefault(identity, {}) if parent is None else parent.children
         node = level.get(key)
-        if node is not None:
-            if node.page is not page:
-                self.lock(node)
-                release(page, self._arena)
-            return node
-        node = Node(key, page, parent, identity)
-        level[key] = node
-        page.ref_count += 1
-        self.n_nodes += 1
-        self._touch(node)
-        return node
+        if node is None:
+            node = Node(key, 0 if parent is None else parent.depth + 1, parent, identity, [None] * len(self._groups))
+            level[key] = node
+            self.n_nodes += 1
+        used = []
+        for g, handle in enumerate(handles):
+            slot = node.slots[g]
+            if not isinstance(slot, Resident):
+                slot = node.slots[g] = Resident(handle)
+                self._arena.publish(handle)
+                self.version += 1
+            used.append(slot.handle)
+        return Inserted(node, tuple(used))
+
+    def passed(self, node: Node, group: int) -> None:
+        """A table no longer reads this node's page of a group that may lose pages anywhere (it is behind a window)."""
+        if not self._groups[group].serves_from_leaves:
+            self._push(node, group)
 
     def evict_one(self) -> bool:
-        """Free the cached leaf with the lowest priority; False if there is none."""
+        """Let the cached page with the lowest priority go, with what only it made useful; False if there is none."""
         while self._heap:
-            priority, _, node = heapq.heappop(self._heap)
-            if not self._is_evictable(node):
+            priority, _, node, group = heapq.heappop(self._heap)
+            if not self._is_evictable(node, group):
                 continue
-            now = self._policy.priority(node)
-            if now != priority:
-                self._push(node, now)
+            if self._policy.priority(node) != priority:
+                self._push(node, group)
                 continue
-            self._remove(node)
-            self.evicted_pages += 1
-            return True
+            before = self.evicted_pages
+            if group is None:
+                self._remove(node)
+            else:
+                self._empty(node, group)
+                self._offer(node)
+            if self.evicted_pages > before:
+                return True
         return False
 
     def clear(self) -> None:
@@ -153,36 +255,56 @@ class PrefixTree:
             yield node
             stack.extend(node.children.values())
 
-    def _touch(self, node: Node) -> None:
-        self._clock += 1
-        node.last_used = self._clock
-
-    def _is_evictable(self, node: Node) -> bool:
-        return not node.children and node.page.ref_count == 1 and self._level(node).get(node.key) is node
+    def _is_evictable(self, node: Node, group: int | None) -> bool:
+        if self._level(node).get(node.key) is not node:
+            return False
+        if group is None:
+            return not node.children and node.lock_count == 0
+        slot = node.slots[group]
+        return isinstance(slot, Resident) and self._arena.ref_count[slot.handle] == 1
 
     def _level(self, node: Node) -> dict[bytes, Node]:
         return self._roots.get(node.identity, {}) if node.parent is None else node.parent.children
 
     def _offer(self, node: Node) -> None:
-        if not node.children:
-            self._push(node, self._policy.priority(node))
+        """Make what may now be evicted of a node known to the heap."""
+        if not node.children and node.lock_count == 0:
+            self._push(node, None)
+        for g in range(len(self._groups)):
+            self.passed(node, g)
 
-    def _push(self, node: Node, priority: float) -> None:
+    def _push(self, node: Node, group: int | None) -> None:
         self._pushes += 1
-        heapq.heappush(self._heap, (priority, self._pushes, node))
+        heapq.heappush(self._heap, (self._policy.priority(node), self._pushes, node, group))
         # Entries of nodes that were used again stay behind; rebuild before they outnumber the living.
-        if len(self._heap) > 64 + 4 * self.n_nodes:
-            self._heap = [(self._policy.priority(n), i, n) for i, n in enumerate(self.nodes()) if self._is_evictable(n)]
+        if len(self._heap) > 64 + 4 * self.n_nodes * (1 + len(self._groups)):
+            everything = (None, *(g for g, group in enumerate(self._groups) if not group.serves_from_leaves))
+            candidates = [(n, g) for n in self.nodes() for g in everything if self._is_evictable(n, g)]
+            self._heap = [(self._policy.priority(n), i, n, g) for i, (n, g) in enumerate(candidates)]
             heapq.heapify(self._heap)
             self._pushes = len(self._heap)
 
+    def _empty(self, node: Node, group: int) -> None:
+        """The tree lets go of a node's page."""
+        slot = node.slots[group]
+        if not isinstance(slot, Resident):
+            return
+        if self._observer is not None:
+            self._observer.evicted(Evicted(node, group))
+        node.slots[group] = None
+        self._arena.unpublish(slot.handle)
+        self.evicted_pages += 1
+        self.version += 1
+
     def _remove(self, node: Node) -> None:
+        for g in range(len(self._groups)):
+            self._empty(node, g)
         level = self._level(node)
         del level[node.key]
         if node.parent is None and not level:
             del self._roots[node.identity]
         self.n_nodes -= 1
-        self.n_cached -= 1
-        release(node.page, self._arena)
-        if node.parent is not None and node.parent.page.ref_count == 1:
+        if node.parent is not None:
+            # Its path was used whenever it was.
+            node.parent.last_used = max(node.parent.last_used, node.last_used)
             self._offer(node.parent)

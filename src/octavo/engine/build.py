@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 
 from octavo._version import __version__
-from octavo.cache.footprint import Footprint, frame_bytes_for, plan
-from octavo.cache.format import Form, build_format, open_format
+from octavo.cache.eviction import LeastRecentlyUsed
+from octavo.cache.footprint import Footprint, plan
+from octavo.cache.format import Form
 from octavo.cache.manager import KVCache
 from octavo.config import EngineConfig
-from octavo.engine.client import EngineInfo
+from octavo.engine.client import EngineInfo, PageClassInfo
 from octavo.engine.decoder import Decoder
 from octavo.engine.engine import Engine
 from octavo.engine.runner import Runner
@@ -42,14 +43,15 @@ def assemble_engine(model: LoadedModel, config: EngineConfig, model_name: str | 
             f"the KV memory budget of {budget:,} bytes is more than the {free:,} bytes of memory that are free; "
             f"the most that works now is --kv-memory {free // 2**20}MiB"
         )
-    footprint = plan(spec.cache_spec(), config.page_size, policy.key_codec, policy.value_codec, budget)
+    footprint = plan(spec.cache_spec(), config.page_size, [Form(policy.key_codec, policy.value_codec)], budget)
     max_model_len = fitting_length(footprint, spec, config, budget)
     ops, profile = make_ops(config), None
     if config.profile:
         profile = Profile()
         ops = ProfiledOps(ops, profile)
     decoder = Decoder(spec, model.weights, ops, config.page_size)
-    cache = KVCache(footprint, prefix_cache=policy.prefix_cache)
+    store = ops.new_store(footprint.arena_bytes)
+    cache = KVCache(footprint, store, prefix_cache=policy.prefix_cache, eviction=LeastRecentlyUsed())
     scheduler = Scheduler(
         cache, fingerprint(model, ops, config), max_num_seqs=config.max_num_seqs, step_tokens=config.step_tokens
     )
@@ -63,9 +65,12 @@ def assemble_engine(model: LoadedModel, config: EngineConfig, model_name: str | 
         page_size=config.page_size,
         key_codec=policy.key_codec,
         value_codec=policy.value_codec,
-        bytes_per_token=footprint.sealed.bytes_per_token,
+        bytes_per_token=footprint.bytes_per_token(),
         kv_memory_bytes=footprint.arena_bytes,
         prefix_cache=policy.prefix_cache,
+        page_classes=tuple(
+            PageClassInfo(cache.groups[c.group].name, c.form, c.is_open, c.page_bytes) for c in cache.classes
+        ),
     )
     runner = Runner(decoder, ops, cache)
     return Engine(info, model.tokenizer, ops, runner, cache, scheduler, max_queue=config.max_queue, profile=profile)
@@ -104,11 +109,10 @@ def fingerprint(model: LoadedModel, ops: Ops, config: EngineConfig) -> tuple[str
 def default_budget(spec: ModelSpec, config: EngineConfig) -> int:
     """A quarter of free memory, but no more than full contexts for everyone would fill."""
     length = config.max_model_len or spec.context_length
-    (group,) = spec.cache_spec().groups
-    sealed = build_format(group, config.page_size, Form(config.policy.key_codec, config.policy.value_codec))
-    opened = open_format(group, config.page_size)
-    frame = frame_bytes_for((sealed.page_bytes, opened.page_bytes))
-    everyone = Footprint(sealed, opened, frame, 0).frames_for([length] * config.max_num_seqs) * frame
+    form = Form(config.policy.key_codec, config.policy.value_codec)
+    # Any budget will do: what is asked of the plan does not depend on it.
+    footprint = plan(spec.cache_spec(), config.page_size, [form], 1 << 62)
+    everyone = footprint.frames_for([length] * config.max_num_seqs) * footprint.frame_bytes
     return min(int(free_memory() * DEFAULT_MEMORY_SHARE), everyone)
 
 

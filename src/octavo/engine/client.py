@@ -10,6 +10,16 @@ from octavo.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
+class PageClassInfo:
+    """Pages of one cache group in one form."""
+
+    group: str
+    form: str
+    is_open: bool
+    page_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What an engine serves and within which limits. Fixed while it runs."""
 
@@ -25,24 +35,44 @@ class EngineInfo:
     bytes_per_token: float
     kv_memory_bytes: int
     prefix_cache: bool
+    page_classes: tuple[PageClassInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PageCounts:
+    """Pages of one class: every slot of its frames is one of active (held by a sequence), cached (held by the prefix
+    tree alone), free."""
+
+    group: str
+    form: str
+    is_open: bool
+    active: int
+    cached: int
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
+class FrameMap:
+    """One frame of the arena: its class (index in `EngineInfo.page_classes`; None: unused), and a letter per slot.
+
+    o(pen), a(ctive: read by one sequence), s(hared by several), c(ached), f(ree).
+    """
+
+    page_class: int | None
+    states: str
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot, consistent in itself: page counts obey free + cached + active == total per class.
 
-    "cached" pages are in the prefix tree and held by no sequence; "active" are held by at least one.
     Counters only grow. `prompt_tokens` are those of admitted requests, each request once; `query_tokens` and
     `hit_tokens` are the ones looked up and found in the prefix tree.
     """
 
     requests_running: int
     requests_waiting: int
-    sealed_pages_active: int
-    sealed_pages_cached: int
-    sealed_pages_free: int
-    open_pages_active: int
-    open_pages_free: int
+    pages: tuple[PageCounts, ...]
     frames_total: int
     frames_free: int
     frame_bytes: int
@@ -55,6 +85,14 @@ class EngineStats:
     preemptions: int
     evicted_pages: int
     steps: int
+
+    def pages_active(self, *, is_open: bool) -> int:
+        """Over all groups and forms."""
+        return sum(p.active for p in self.pages if p.is_open == is_open)
+
+    @property
+    def pages_cached(self) -> int:
+        return sum(p.cached for p in self.pages)
 
 
 class EngineClient(Protocol):
@@ -76,9 +114,8 @@ class EngineClient(Protocol):
 
     def stats(self) -> EngineStats: ...
 
-    def page_map(self) -> list[dict[str, object]]:
-        """For the page at "/": every frame as {"class", "pages": [state of each slot]}, state one of
-        "free", "open", "active", "shared", "cached"."""
+    def page_map(self) -> list[FrameMap]:
+        """For the page at "/": every frame of the arena, in order. May wait for the step in progress."""
         ...
 
     def is_healthy(self) -> bool:

@@ -15,9 +15,8 @@ from typing import TypeVar
 import numpy as np
 
 from octavo.cache.manager import KVCache
-from octavo.cache.pages import OPEN
 from octavo.engine.admission import checked_max_tokens
-from octavo.engine.client import EngineInfo, EngineStats
+from octavo.engine.client import EngineInfo, EngineStats, FrameMap
 from octavo.engine.messages import (
     Delta,
     Failed,
@@ -132,8 +131,8 @@ class Engine:
     def stats(self) -> EngineStats:
         return self._stats
 
-    def page_map(self) -> list[dict[str, object]]:
-        return self.call(lambda: page_map(self._cache), timeout_s=10.0)
+    def page_map(self) -> list[FrameMap]:
+        return page_map(self.call(self._cache.arena.snapshot, timeout_s=10.0), self._cache.classes)
 
     def is_healthy(self) -> bool:
         return self._died is None and self._thread.is_alive()
@@ -185,7 +184,7 @@ class Engine:
             for request in list(self._requests.values()):
                 self._fail(request, EngineStopped("the engine stopped before the request was done"))
             self._drain_after_stop()
-            self._cache.arena.close()
+            self._cache.close()
 
     def _step(self) -> None:
         step = self._scheduler.schedule()
@@ -432,14 +431,7 @@ class Engine:
 
     def _note_bytes(self, request: Request) -> None:
         """Bytes of the distinct pages that the request holds, at their most: taken when a choice ends."""
-        pages = {
-            page.handle: page
-            for sequence in request.sequences
-            if sequence.table is not None
-            for page in (*sequence.table.pages, *([sequence.table.open_page] if sequence.table.open_page else []))
-        }
-        sizes = self._cache.footprint
-        held = sum(sizes.open.page_bytes if p.page_class == OPEN else sizes.sealed.page_bytes for p in pages.values())
+        held = self._cache.held_bytes(s.table for s in request.sequences if s.table is not None)
         request.peak_kv_bytes = max(request.peak_kv_bytes, held)
 
     def _snapshot(self) -> EngineStats:

@@ -32,7 +32,11 @@ class Runner:
     def __init__(self, model: Decoder, ops: Ops, cache: KVCache) -> None:
         self._model = model
         self._cache = cache
-        self._format = ops.add_format(cache.footprint.sealed)
+        #: The backend's format id of each page class.
+        self._format_ids = np.zeros(len(cache.classes), dtype=np.uint8)
+        for page_class in cache.classes:
+            if not page_class.is_open:
+                self._format_ids[page_class.index] = ops.add_format(page_class.format)
 
     def run(self, step: list[ScheduledSequence]) -> StepHidden:
         """Compute the step's rows and write their keys and values. Raises CodecRangeError; pages are then undefined."""
@@ -48,31 +52,29 @@ class Runner:
         return self._model.head(result.hidden, np.arange(first_row, first_row + n_rows, dtype=np.int32))
 
     def _batch(self, step: list[ScheduledSequence]) -> Batch:
-        cache = self._cache
+        arena = self._cache.arena
         n = len(step)
+        tables = [item.sequence.table for item in step]
         row_start = np.zeros(n + 1, dtype=np.int32)
+        np.cumsum([item.n_tokens for item in step], out=row_start[1:])
+        position = np.array([table.num_computed_tokens for table in tables if table is not None], dtype=np.int32)
+        tokens = [
+            item.sequence.tokens.view()[start : start + item.n_tokens]
+            for item, start in zip(step, position, strict=True)
+        ]
+        own = [table.groups[0] for table in tables if table is not None]
         entry_start = np.zeros(n + 1, dtype=np.int32)
-        position = np.empty(n, dtype=np.int32)
-        open_offset = np.empty(n, dtype=np.int64)
-        tokens, offsets = [], []
-        for i, item in enumerate(step):
-            table = item.sequence.table
-            assert table is not None
-            start = table.num_computed_tokens
-            row_start[i + 1] = row_start[i] + item.n_tokens
-            entry_start[i + 1] = entry_start[i] + len(table.pages)
-            position[i] = start
-            open_offset[i] = -1 if table.open_page is None else cache.offset(table.open_page)
-            tokens.append(item.sequence.tokens.view()[start : start + item.n_tokens])
-            offsets.append(cache.offsets(table.pages))
-        page_offset = np.concatenate(offsets)
+        np.cumsum([len(group.entries) for group in own], out=entry_start[1:])
+        handles = np.concatenate([group.entries.handles for group in own])
+        classes = np.concatenate([group.entries.classes for group in own])
+        opened = [-1 if group.open_page is None else arena.offsets[group.open_page] for group in own]
         return Batch(
-            memory=cache.arena.memory,
+            memory=arena.store.memory,  # type: ignore[attr-defined]
             tokens=np.concatenate(tokens),
             row_start=row_start,
             position=position,
             entry_start=entry_start,
-            page_offset=page_offset,
-            page_format=np.full(len(page_offset), self._format, dtype=np.uint8),
-            open_offset=open_offset,
+            page_offset=arena.offsets[handles],
+            page_format=self._format_ids[classes],
+            open_offset=np.array(opened, dtype=np.int64),
         )

@@ -15,12 +15,14 @@ from itertools import islice
 import numpy as np
 
 from octavo.cache.manager import KVCache
-from octavo.cache.pages import OPEN
 from octavo.cache.radix import PrefixIdentity
 from octavo.cache.table import BlockTable
 from octavo.engine.messages import Started
 from octavo.engine.request import Sequence
 from octavo.errors import OutOfPages
+
+#: Steps after which one that found no room looks again though nobody has left.
+ADMISSION_RETRY_STEPS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,10 @@ class Scheduler:
         self._fingerprint = fingerprint
         self._max_num_seqs = max_num_seqs
         self._step_tokens = step_tokens
+        #: Who found no room, after how many releases, and when: matching a long prompt costs.
+        self._blocked: tuple[Sequence, int, int] | None = None
+        self._releases = 0
+        self._steps = 0
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
@@ -63,6 +69,7 @@ class Scheduler:
     def schedule(self) -> list[ScheduledSequence]:
         """Choose the next step's tokens and reserve their pages. Empty only when there is no work."""
         step: list[ScheduledSequence] = []
+        self._steps += 1
         budget = self._step_tokens
         for decoding in (True, False):
             # A copy, since reserving may preempt from the end of the list.
@@ -81,12 +88,21 @@ class Scheduler:
     def _admit_waiting(self, step: list[ScheduledSequence], budget: int) -> None:
         """Start waiting sequences, oldest first, as far as the budget and the pages go."""
         for sequence in list(islice(self.waiting, self._max_num_seqs)):
-            if budget == 0 or len(self.running) >= self._max_num_seqs or not self._may_admit(sequence):
+            if budget == 0 or len(self.running) >= self._max_num_seqs:
                 return
             if self._is_being_computed(sequence):
                 continue  # its prefix is a few steps from being published: then it is a hit
+            if self._blocked == (sequence, self._releases, self._steps // ADMISSION_RETRY_STEPS):
+                return
+            table = self._cache.new_table(self._identity(sequence))
+            # Matched first, so that what is shared is locked, and charged to nobody.
+            self._cache.match_prefix(table, sequence.tokens.view(), self._match_limit(sequence))
+            if not self._has_room(sequence, table):
+                self._cache.release(table)
+                self._blocked = (sequence, self._releases, self._steps // ADMISSION_RETRY_STEPS)
+                return
             self.waiting.remove(sequence)
-            table = self._admit(sequence)
+            self._admit(sequence, table)
             n = min(sequence.num_remaining_tokens, budget)
             try:
                 self._cache.reserve(table, n)
@@ -156,25 +172,24 @@ class Scheduler:
         self._cache.release(sequence.table)
         sequence.table = None
         self.running.remove(sequence)
+        self._releases += 1
 
-    def _may_admit(self, sequence: Sequence) -> bool:
-        """Whether starting now is likely to get somewhere.
+    def _has_room(self, sequence: Sequence, table: BlockTable) -> bool:
+        """Whether starting now, with what the prefix tree gave to `table`, is likely to get somewhere.
 
-        A newcomer needs room for its prompt beside a page for everyone who runs. One that was preempted waits until
-        all it can ever need is there beside all that the others can, so that it is not preempted again.
+        A newcomer needs room for the rest of its prompt beside a page for everyone who runs. One that was preempted
+        waits until all it can ever need is there beside all that the others can, so that it is not preempted again.
         """
         if not self.running:
             return True
         size = self._cache.page_size
-        available = self._cache.available_pages()
-        opens_left = self._cache.arena.usage(OPEN).free
-        if opens_left == 0:
-            available -= self._cache.footprint.sealed_per_frame
-        if sequence.preemptions:
-            held = sum(len(s.table.pages) for s in self.running if s.table is not None)
-            wanted = sum(s.max_total_tokens() // size + 1 for s in self.running)
-            return sequence.max_total_tokens() // size + 1 + wanted - held <= available
-        return len(sequence.tokens) // size + 1 + len(self.running) <= available
+        preempted = sequence.preemptions > 0
+        need = self._cache.more_pages(table, sequence.max_total_tokens() if preempted else len(sequence.tokens) + size)
+        for other in self.running:
+            assert other.table is not None
+            total = other.max_total_tokens() if preempted else len(other.tokens) + size
+            need.update(self._cache.more_pages(other.table, total))
+        return self._cache.has_room(need)
 
     def _is_being_computed(self, sequence: Sequence) -> bool:
         """Whether a running sequence is computing pages of this one's prompt that nobody has published yet.
@@ -185,39 +200,39 @@ class Scheduler:
         if not self._cache.prefix_cache or sequence.request.wants_prompt_logprobs:
             return False
         tokens, size = sequence.tokens.view(), self._cache.page_size
-        published = self._cache.published_tokens(self._identity(sequence), tokens, len(tokens) - 1)
+        most = 0
         for other in self.running:
             if other.table is None or other.table.identity != self._identity(sequence):
                 continue
             # What the leader will publish: its prompt's full pages, as far as they are this one's too.
             n = min(other.request.n_prompt, len(tokens) - 1) // size * size
-            if n <= max(published, other.num_computed_tokens) // size * size:
+            if n <= max(most, other.num_computed_tokens):
                 continue
             different = np.flatnonzero(other.tokens.view()[:n] != tokens[:n])
             shared = (int(different[0]) if len(different) else n) // size * size
-            if shared > max(published, other.num_computed_tokens):
-                return True
-        return False
+            if shared > other.num_computed_tokens:
+                most = max(most, shared)
+        return most > 0 and most > self._cache.find_prefix(self._identity(sequence), tokens, len(tokens) - 1).n_tokens
 
     def _identity(self, sequence: Sequence) -> PrefixIdentity:
-        form, namespace = self._cache.footprint.sealed.name, sequence.request.message.namespace
+        form, namespace = self._cache.classes.default_form, sequence.request.message.namespace
         return PrefixIdentity(self._fingerprint, "", form, "all", namespace)
 
-    def _admit(self, sequence: Sequence) -> BlockTable:
+    def _match_limit(self, sequence: Sequence) -> int:
+        """Tokens that a hit may serve. The last one is computed again in any case: its logits choose the next."""
+        return 0 if sequence.request.wants_prompt_logprobs else len(sequence.tokens) - 1
+
+    def _admit(self, sequence: Sequence, table: BlockTable) -> None:
         request = sequence.request
-        sequence.table = table = self._cache.new_table(self._identity(sequence))
+        sequence.table = table
         self.running.append(sequence)
-        tokens = sequence.tokens.view()
-        # The last token is computed again in any case: its logits choose the next one.
-        limit = 0 if request.wants_prompt_logprobs else len(tokens) - 1
-        cached = self._cache.match_prefix(table, tokens, limit)
-        if request.num_cached_tokens is None:
-            # Later admissions (after preemption, or of forked choices) find the request's own pages: no hits.
-            request.num_cached_tokens = cached
-            request.admitted = time.monotonic()
-            self.prompt_tokens += request.n_prompt
-            if self._cache.prefix_cache and limit:
-                self.hit_tokens += cached
-                self.query_tokens += request.n_prompt
-            request.sink(Started(request.message.request_id, request.n_prompt, cached))
-        return table
+        if request.num_cached_tokens is not None:
+            return  # admitted again (after preemption, or of forked choices): the request's own pages are no hits
+        cached = table.num_computed_tokens
+        request.num_cached_tokens = cached
+        request.admitted = time.monotonic()
+        self.prompt_tokens += request.n_prompt
+        if self._cache.prefix_cache and self._match_limit(sequence):
+            self.hit_tokens += cached
+            self.query_tokens += request.n_prompt
+        request.sink(Started(request.message.request_id, request.n_prompt, cached))

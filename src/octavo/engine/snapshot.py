@@ -1,23 +1,27 @@
-"""The engine's state as figures and as a map of pages. Taken on the engine's thread, between steps."""
+"""The engine's state as figures and as a map of pages."""
 
 from __future__ import annotations
 
+import numpy as np
+
+from octavo.cache.arena import ArenaSnapshot
+from octavo.cache.classes import PageClasses
 from octavo.cache.manager import KVCache
-from octavo.cache.pages import OPEN
-from octavo.engine.client import EngineStats
+from octavo.engine.client import EngineStats, FrameMap, PageCounts
 from octavo.engine.scheduler import Scheduler
 
 
 def engine_stats(cache: KVCache, scheduler: Scheduler, *, generation_tokens: int, steps: int) -> EngineStats:
+    """Taken on the engine's thread, between steps."""
     counts = cache.stats()
+    groups = cache.groups
     return EngineStats(
         requests_running=len(scheduler.running),
         requests_waiting=len(scheduler.waiting),
-        sealed_pages_active=counts.sealed_active,
-        sealed_pages_cached=counts.sealed_cached,
-        sealed_pages_free=counts.sealed_free,
-        open_pages_active=counts.open_active,
-        open_pages_free=counts.open_free,
+        pages=tuple(
+            PageCounts(groups[c.group].name, c.form, c.is_open, usage.active, usage.cached, usage.free)
+            for c, usage in zip(cache.classes, counts.usage, strict=True)
+        ),
         frames_total=counts.frames_total,
         frames_free=counts.frames_free,
         frame_bytes=counts.frame_bytes,
@@ -33,26 +37,26 @@ def engine_stats(cache: KVCache, scheduler: Scheduler, *, generation_tokens: int
     )
 
 
-def page_map(cache: KVCache) -> list[dict[str, object]]:
-    """Every frame, in order, with the state of each of its slots (see `EngineClient.page_map`)."""
-    in_tree = {node.page.handle: node.page.ref_count for node in cache.tree.nodes()}
-    result: list[dict[str, object]] = []
-    for frame in cache.arena.layout():
-        if frame is None:
-            result.append({"class": None, "pages": []})
-            continue
-        page_class, handles = frame
-        is_open = page_class == OPEN
-        states = [_state(handle, is_open, in_tree) for handle in handles]
-        result.append({"class": "open" if is_open else "sealed", "pages": states})
-    return result
+def page_map(arena: ArenaSnapshot, classes: PageClasses) -> list[FrameMap]:
+    """Every frame, in order, with the state of each of its slots (see `FrameMap`). Needs the snapshot alone, so that
+    the engine's thread need not wait for it."""
+    per_frame = np.array([arena.frame_bytes // n_bytes for n_bytes in arena.class_bytes], dtype=np.int64)
+    widths = np.where(arena.frame_class < 0, 0, per_frame[arena.frame_class])
+    starts = np.concatenate([[0], np.cumsum(widths)])
+    letters = np.full(int(starts[-1]), ord("f"), dtype=np.uint8)
 
+    live = np.flatnonzero(arena.offsets >= 0)
+    frame, within = np.divmod(arena.offsets[live], arena.frame_bytes)
+    page_class = arena.frame_class[frame]
+    slot = within // np.array(arena.class_bytes, dtype=np.int64)[page_class]
+    readers = arena.ref_count[live] - arena.published[live]
+    is_open = np.array([c.is_open for c in classes])[page_class]
+    state = np.select([is_open, readers == 0, readers == 1], [ord("o"), ord("c"), ord("a")], ord("s"))
+    letters[starts[frame] + slot] = state
 
-def _state(handle: int | None, is_open: bool, in_tree: dict[int, int]) -> str:
-    if handle is None:
-        return "free"
-    if is_open:
-        return "open"
-    # The tree is one holder of a published page; each block table that reads it is another.
-    holders = in_tree.get(handle, 2)
-    return "cached" if holders == 1 else "active" if holders == 2 else "shared"
+    text = letters.tobytes().decode("ascii")
+    bounds, kinds = starts.tolist(), arena.frame_class.tolist()
+    return [
+        FrameMap(None if kind < 0 else kind, text[start:stop])
+        for kind, start, stop in zip(kinds, bounds, bounds[1:], strict=False)
+    ]

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.cache.format import PageFormat
+from octavo.cache.store import PageStore
 from octavo.models.spec import AttentionWeights, MlpWeights, ModelSpec, Tensor
 
 #: Pages per attention split. Part of the arithmetic, so part of the numeric fingerprint.
@@ -82,6 +83,10 @@ class Ops(Protocol):
 
     def add_format(self, fmt: PageFormat) -> int:
         """Register a sealed form; returns its id for Batch.page_format."""
+        ...
+
+    def new_store(self, n_bytes: int) -> PageStore:
+        """Memory for pages, which this backend's kernels read and write."""
         ...
 
     def embed(self, embedding: Any, tokens: I32) -> F32:

@@ -21,6 +21,7 @@ from octavo.errors import ConfigError
 from octavo.models.spec import AttentionWeights, MlpWeights, ModelSpec, Tensor
 from octavo.ops.base import F32, I32, Batch
 from octavo.ops.cpu_attention import CpuAttention, stored
+from octavo.ops.host_store import HostStore
 
 
 class CpuOps:
@@ -64,6 +65,9 @@ class CpuOps:
 
     def add_format(self, fmt: PageFormat) -> int:
         return self._attention.add_format(fmt)
+
+    def new_store(self, n_bytes: int) -> HostStore:
+        return HostStore(n_bytes)
 
     def embed(self, embedding: Any, tokens: I32) -> F32:
         table, d_model = embedding

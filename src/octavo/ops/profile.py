@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from octavo.cache.format import PageFormat
+from octavo.cache.store import PageStore
 from octavo.models.spec import AttentionWeights, MlpWeights, ModelSpec, Tensor
 from octavo.ops.base import F32, I32, Batch, Ops
 
@@ -108,6 +109,9 @@ class ProfiledOps:
 
     def add_format(self, fmt: PageFormat) -> int:
         return self._ops.add_format(fmt)
+
+    def new_store(self, n_bytes: int) -> PageStore:
+        return self._ops.new_store(n_bytes)
 
     def embed(self, embedding: Any, tokens: I32) -> F32:
         with self._profile.part("embedding"):

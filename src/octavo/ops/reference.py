@@ -22,6 +22,7 @@ from octavo.models.loading.dequant import dequantize
 from octavo.models.rope import rope_tables
 from octavo.models.spec import AttentionWeights, MlpWeights, ModelSpec, Tensor
 from octavo.ops.base import Batch
+from octavo.ops.host_store import HostStore
 
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
@@ -125,6 +126,9 @@ class ReferenceOps:
     def add_format(self, fmt: PageFormat) -> int:
         self._formats.append(fmt)
         return len(self._formats) - 1
+
+    def new_store(self, n_bytes: int) -> HostStore:
+        return HostStore(n_bytes)
 
     def embed(self, embedding: T, tokens: I32) -> F32:
         result: F32 = embedding[torch.from_numpy(tokens.astype(np.int64))].numpy()

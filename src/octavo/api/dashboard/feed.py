@@ -8,22 +8,20 @@ from typing import Any, TypedDict
 
 from octavo.api.errors import encode_json, unavailable
 from octavo.api.streaming import Frames, sse_comment
-from octavo.engine.client import EngineClient
-
-_LETTERS = {"free": "f", "open": "o", "active": "a", "shared": "s", "cached": "c"}
+from octavo.engine.client import EngineClient, FrameMap
 
 
 class CacheSnapshot(TypedDict):
     """The cache at one moment.
 
     `frames` lists the arena in order, written shortly: a number is so many unused frames in a row; a string is one
-    frame in use, "S" (sealed pages) or "O" (open pages) and then a letter per slot: f(ree), o(pen), a(ctive),
-    s(hared), c(ached).
+    frame in use: a letter for its class ("A" the first of info.page_classes, "B" the second ...), then one per slot, as
+    in `FrameMap.states`.
     """
 
     model: str
     info: dict[str, Any]
-    stats: dict[str, int]
+    stats: dict[str, Any]
     frames: list[str | int]
 
 
@@ -40,18 +38,18 @@ def take_snapshot(engine: EngineClient, model: str) -> CacheSnapshot:
             "value_codec": info.value_codec,
             "bytes_per_token": info.bytes_per_token,
             "prefix_cache": info.prefix_cache,
+            "page_classes": [asdict(page_class) for page_class in info.page_classes],
         },
         "frames": _short(engine.page_map()),
         "stats": asdict(engine.stats()),
     }
 
 
-def _short(page_map: list[dict[str, Any]]) -> list[str | int]:
+def _short(page_map: list[FrameMap]) -> list[str | int]:
     short: list[str | int] = []
     for frame in page_map:
-        kind, pages = frame["class"], frame["pages"]
-        if kind is not None:
-            short.append(("O" if kind == "open" else "S") + "".join(_LETTERS[state] for state in pages))
+        if frame.page_class is not None:
+            short.append(chr(ord("A") + frame.page_class) + frame.states)
         elif short and isinstance(short[-1], int):
             short[-1] += 1
         else:

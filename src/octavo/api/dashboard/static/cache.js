@@ -97,7 +97,7 @@ export class CachePanel {
   show(snapshot) {
     const { stats, info } = snapshot;
     this.handlers.onModel(snapshot);
-    const counts = this.map.show(snapshot.frames);
+    const counts = this.map.show(snapshot.frames, snapshot.info.page_classes);
     for (const state of STATES) this.counts[state.letter].textContent = counts[state.letter].toLocaleString();
     this.unused.textContent = counts.frames.toLocaleString();
     // Unused frames weigh as much as the pages that they could hold.

@@ -55,7 +55,7 @@ export class PageMap {
     this.canvas = canvas;
     this.detail = detail;
     this.resting = detail.textContent;
-    this.frames = []; // {kind: "S" | "O" | null, slots: "ccaf"}
+    this.frames = []; // {kind: a page class of the feed, or null; slots: "ccaf"}
     this.changedAt = new Map(); // "frame:slot" -> time
     this.drawn = null; // the layout on the screen
     this.width = 4; // sealed pages in a frame
@@ -66,20 +66,20 @@ export class PageMap {
     canvas.addEventListener("pointerleave", () => { detail.textContent = this.resting; });
   }
 
-  // `short` is the feed's list: a number is a run of unused frames.
-  show(short) {
+  // `short` is the feed's list: a number is a run of unused frames; a string names its class by its first letter.
+  show(short, classes) {
     const frames = [];
     for (const item of short) {
       if (typeof item === "number") {
         for (let i = 0; i < item; i++) frames.push({ kind: null, slots: "" });
       } else {
-        frames.push({ kind: item[0], slots: item.slice(1) });
+        frames.push({ kind: classes[item.charCodeAt(0) - 65], slots: item.slice(1) });
       }
     }
     const now = performance.now();
     const known = this.frames.length === frames.length;
     frames.forEach((frame, index) => {
-      if (frame.kind === "S") this.width = Math.max(1, frame.slots.length);
+      if (frame.kind !== null && !frame.kind.is_open) this.width = Math.max(1, frame.slots.length);
       if (!known || this.frames[index].slots === frame.slots) return;
       for (let slot = 0; slot < frame.slots.length; slot++) {
         if (this.frames[index].slots[slot] !== frame.slots[slot]) this.changedAt.set(`${index}:${slot}`, now);
@@ -199,7 +199,7 @@ export class PageMap {
     }
     const box = this.drawn.boxes[index];
     const slot = Math.min(frame.slots.length - 1, Math.floor(((x - box.x) / box.width) * frame.slots.length));
-    const kind = frame.kind === "O" ? "open pages" : "sealed pages";
-    this.detail.textContent = `Frame ${index + 1} (${kind}), page ${slot + 1}: ${NAMES[frame.slots[slot]]}`;
+    const { group, form } = frame.kind;
+    this.detail.textContent = `Frame ${index + 1} (${form} pages, ${group} attention), page ${slot + 1}: ${NAMES[frame.slots[slot]]}`;
   }
 }
