@@ -1,11 +1,11 @@
-// Sampling without a sort. Filters keep a run of the likeliest tokens, that is all logits above a threshold and the first
-// few that equal it; so each filter only looks for its threshold. The draw then walks the kept tokens in the order of
+// Sampling without a sort. Filters keep a run of the likeliest tokens, that is all logits above a threshold and the
+// first few that equal it; so each filter only looks for its threshold. The draw then walks the kept tokens in order of
 // their ids and takes the first at which the sum of weights exceeds uniform * total.
 //
 // The order of sums, the same for every number of rows and threads: without filters, and for top_p's total over the
 // whole vocabulary, weights are summed in blocks of kSampleBlock (see SamplingKernels::weight_sum) and the blocks from
-// left to right; kept tokens, and the tokens of the block in which the draw falls, are summed from left to right. All of
-// these in double.
+// left to right; kept tokens, and the tokens of the block in which the draw falls, are summed from left to right; those
+// of top_p's bins are summed from left to right, and added up from the likeliest. All of these in double.
 #include "sampling.hpp"
 
 #include <algorithm>
@@ -98,7 +98,7 @@ float ceil_to_float(double limit) {
   return static_cast<double>(f) < limit ? std::nextafter(f, FLT_MAX) : f;
 }
 
-/// The first i at which weight[0] + ... + weight[i] exceeds `target`; where rounding leaves none, the last of any weight.
+/// The first i at which weight[0] + ... + weight[i] exceeds `target`; where rounding leaves none, the last with weight.
 size_t walk(const float* weight, size_t n, double target) {
   double sum = 0;
   size_t last = 0;
@@ -203,13 +203,14 @@ float largest(const float* maxima, size_t n) {
 void sample(Context& context, const float* logits, size_t n, size_t vocab, const SampleRows& rows, int32_t* out) {
   const SamplingKernels& kernels = context.kernels.sampling;
   const size_t blocks = ceil_div(vocab, kSampleBlock), groups = ceil_div(vocab, kSampleGroup);
-  const auto threads = static_cast<size_t>(context.pool.threads());
+  // Candidates of the rows that are drawn from at a time: a place for each row, or for each thread if those are fewer.
+  const size_t places = std::min(n, static_cast<size_t>(context.pool.threads()));
   float* maxima = context.scratch.take<float>(kSlotSampling, n * groups);
   double* sums = context.scratch.take<double>(kSlotSampling + 1, n * blocks);
   Row* state = context.scratch.take<Row>(kSlotSampling + 2, n);
-  float* values = context.scratch.take<float>(kSlotSampling + 3, threads * vocab);
-  float* weights = context.scratch.take<float>(kSlotSampling + 4, threads * vocab);
-  int32_t* ids = context.scratch.take<int32_t>(kSlotSampling + 5, threads * vocab);
+  float* values = context.scratch.take<float>(kSlotSampling + 3, places * vocab);
+  float* weights = context.scratch.take<float>(kSlotSampling + 4, places * vocab);
+  int32_t* ids = context.scratch.take<int32_t>(kSlotSampling + 5, places * vocab);
 
   const auto each_block = [&](auto&& f) {
     context.pool.parallel_for(n * blocks, [&](size_t task, int) {
@@ -246,7 +247,7 @@ void sample(Context& context, const float* logits, size_t n, size_t vocab, const
     });
   context.pool.parallel_for(n, [&](size_t i, int thread) {
     const Row& row = state[i];
-    const size_t own = static_cast<size_t>(thread) * vocab;
+    const size_t own = (places == n ? i : static_cast<size_t>(thread)) * vocab;
     if (!row.is_finite())
       out[i] = -1;
     else if (row.is_greedy())

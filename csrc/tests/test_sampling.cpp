@@ -19,7 +19,8 @@ struct Parameters {
 
 // Filters of every kind, in the order of rows.
 const Parameters kKinds[] = {{0, 0, 1, 0},   {1, 0, 1, 0},    {0.8, 0, 0.95, 0}, {1, 40, 1, 0},      {1, 0, 1, 0.05},
-                             {2, 7, 0.9, 0}, {1, 0, 0.5, .2}, {3, 0, 0.9999, 0}, {1e-3, 3000, 1, 0}, {1, 90, 0.9, 1e-3}};
+                             {2, 7, 0.9, 0}, {1, 0, 0.5, .2}, {3, 0, 0.9999, 0}, {1e-3, 3000, 1, 0},
+                             {1, 90, 0.9, 1e-3}};
 constexpr size_t kRows = std::size(kKinds);
 
 std::vector<int32_t> drawn(const char* isa, int threads, const std::vector<float>& logits, size_t vocab,
