@@ -6,10 +6,11 @@ The high-level `Llama` class copies logits and keeps its own token history; call
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import llama_cpp as lib
@@ -103,24 +104,42 @@ class LlamaWorker:
                 seconds[str(end)] = time.perf_counter() - start
         return {"seconds": seconds}
 
-    def decode(self, context: int, n: int) -> Mapping[str, Any]:
-        """Cut the cache down to its first `context` tokens and generate n, greedily. The time of a token is that of one
-        llama_decode and one argmax; the step that makes the first logits is not counted."""
+    def decode(self, context: int, n: int, temperature: float = 0.0, top_p: float = 1.0) -> Mapping[str, Any]:
+        """Cut the cache down to its first `context` tokens and generate n, greedily at temperature 0. The time of a
+        token is that of one llama_decode and one argmax, or one pass through llama.cpp's samplers; the step that makes
+        the first logits is not counted."""
         if context > len(self._tokens):
             raise ValueError(f"the cache holds {len(self._tokens)} tokens, {context} were asked for")
         last = self._tokens[context - 1]
         self._truncate(context - 1)
         self._decode([last], last_logits=True)
-        token = int(np.argmax(self._logits(-1)))
-        generated, seconds = [token], []
-        for _ in range(n):
-            start = time.perf_counter()
-            self._decode([token], last_logits=True)
-            token = int(np.argmax(self._logits(-1)))
-            seconds.append(time.perf_counter() - start)
-            generated.append(token)
+        with self._sampler(temperature, top_p) as sample:
+            token = sample()
+            generated, seconds = [token], []
+            for _ in range(n):
+                start = time.perf_counter()
+                self._decode([token], last_logits=True)
+                token = sample()
+                seconds.append(time.perf_counter() - start)
+                generated.append(token)
         self._truncate(context)
         return {"seconds": seconds, "tokens": generated}
+
+    @contextlib.contextmanager
+    def _sampler(self, temperature: float, top_p: float) -> Iterator[Callable[[], int]]:
+        """Chooses the next token from the last logits."""
+        if temperature == 0:
+            yield lambda: int(np.argmax(self._logits(-1)))
+            return
+        chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
+        # Temperature first, as on the other sides: top_p then keeps the same tokens.
+        lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_temp(temperature))
+        lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_top_p(top_p, 1))
+        lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_dist(0))
+        try:
+            yield lambda: int(lib.llama_sampler_sample(chain, self._context, -1))
+        finally:
+            lib.llama_sampler_free(chain)
 
     def nll(self, tokens: list[int]) -> Mapping[str, Any]:
         """-log p of tokens[1:], each given all before it."""

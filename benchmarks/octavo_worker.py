@@ -6,6 +6,7 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -70,13 +71,15 @@ class OctavoWorker:
             raise ValueError(f"no step of {CHUNK} tokens ends at {sorted(missed)}")
         return {"seconds": seconds}
 
-    def decode(self, context: int, n: int) -> Mapping[str, Any]:
-        """Generate n tokens greedily after the first `context` tokens of the last prefill, which are found in the
-        prefix cache. A token's time is that between its event and the one before; the first token's is not counted."""
+    def decode(self, context: int, n: int, temperature: float = 0.0, top_p: float = 1.0) -> Mapping[str, Any]:
+        """Generate n tokens after the first `context` tokens of the last prefill, which are found in the prefix cache;
+        greedily at temperature 0. A token's time is that between its event and the one before; the first token's is
+        not counted."""
         if context > len(self._tokens):
             raise ValueError(f"the last prompt had {len(self._tokens)} tokens, {context} were asked for")
         times, generated = [], []
-        for event in self._llm.stream(self._tokens[:context], _greedy(n + 1), namespace=self._namespace):
+        params = replace(_greedy(n + 1), temperature=temperature, top_p=top_p, seed=0)
+        for event in self._llm.stream(self._tokens[:context], params, namespace=self._namespace):
             if isinstance(event, Delta):
                 times.append(time.perf_counter())
                 generated.extend(event.token_ids)

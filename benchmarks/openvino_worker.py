@@ -59,10 +59,10 @@ class OpenVinoWorker:
         self._finish([handle])
         return {"seconds": seconds}
 
-    def decode(self, context: int, n: int) -> Mapping[str, Any]:
-        """Generate n tokens greedily after the first `context` tokens of the last prefill, which are found in the
-        prefix cache. A token's time is that between its step's end and the one before."""
-        handle = self._add(self._tokens[:context], n + 1)
+    def decode(self, context: int, n: int, temperature: float = 0.0, top_p: float = 1.0) -> Mapping[str, Any]:
+        """Generate n tokens after the first `context` tokens of the last prefill, which are found in the prefix cache;
+        greedily at temperature 0. A token's time is that between its step's end and the one before."""
+        handle = self._add(self._tokens[:context], n + 1, temperature, top_p)
         times: list[float] = []
         generated: list[int] = []
         while len(generated) < n + 1:
@@ -92,9 +92,11 @@ class OpenVinoWorker:
         self._finish(handles)
         return {"times": times}
 
-    def _add(self, tokens: list[int], n: int) -> Any:
+    def _add(self, tokens: list[int], n: int, temperature: float = 0.0, top_p: float = 1.0) -> Any:
         config = genai.GenerationConfig()
-        config.max_new_tokens, config.ignore_eos, config.do_sample = n, True, False
+        config.max_new_tokens, config.ignore_eos, config.do_sample = n, True, temperature > 0
+        if config.do_sample:
+            config.temperature, config.top_p = temperature, top_p
         return self._pipeline.add_request(next(self._ids), openvino.Tensor(np.array([tokens], np.int64)), config)
 
     def _finish(self, handles: list[Any]) -> None:

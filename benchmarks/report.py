@@ -57,9 +57,9 @@ def verdict(records: dict[str, Record]) -> str:
         what += ", streaming" if settings["streaming"] else ""
         for pair, measured in record["results"]["pairs"].items():
             for kind in ("decode", "prefill"):
-                for n, entry in measured[kind].items():
+                for how, n, entry in speed.entries(measured, kind):
                     ratio = entry["ratio"]
-                    row = f"{kind} {int(n):,}{what}, {label(settings['peer'], pair)}"
+                    row = f"{kind} {int(n):,}{how}{what}, {label(settings['peer'], pair)}"
                     text = f"{row}, {settings['peer']}: {ratio['median']:.2f}"
                     (lost if ratio["median"] < 1 else won).append((ratio["median"], text))
     for record in shared_records(records):

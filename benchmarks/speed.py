@@ -8,7 +8,8 @@ For each pair of caches (Octavo's f16, int8 and int4 against llama.cpp's f16, q8
 OpenVINO's f16, u8 and u4, or transformers' f32; others are named as OCTAVO:PEER) both engines are loaded in processes
 of their own and take turns: A B, A B, ... A figure is the median of its runs, with their range; a ratio is taken pair
 by pair, so that slow drift of the machine cancels. Prefill starts from an empty cache and ends when the next token is
-chosen. Decode generates greedily from a cache of the given length. With --streaming Octavo is its server, whose answer
+chosen. Decode generates greedily from a cache of the given length, and from the shortest once more with sampling
+(SAMPLED), which costs the same at every length. With --streaming Octavo is its server, whose answer
 a client streams, while the peer stays a library. Results are written to speed-PEER[-MODEL][-streaming].json, beside
 those of pairs that an earlier run took with the same settings.
 """
@@ -25,6 +26,9 @@ from benchmarks.machine import OtherLoad
 from benchmarks.protocol import Worker
 from benchmarks.texts import load_text
 from benchmarks.workers import PEERS, octavo_worker, peer_model, server_worker
+
+#: Decode beside greedy. Not with --streaming, whose client waits for text, which not every sampled token brings.
+SAMPLED = {"temperature": 0.8, "top_p": 0.95}
 
 #: What one engine's threads may still do when its answer is out (they spin before they sleep).
 SETTLE_S = 0.2
@@ -68,7 +72,7 @@ class Turns:
         }
 
 
-def measure_pair(octavo: Worker, peer: Worker, tokens: list[int], plan: Plan) -> dict[str, Any]:
+def measure_pair(octavo: Worker, peer: Worker, tokens: list[int], plan: Plan, *, sampled: bool) -> dict[str, Any]:
     prefill: dict[int, Turns] = {n: Turns() for n in plan.prefill}
     decode: dict[int, Turns] = {n: Turns() for n in plan.decode}
     longest, shorter = max(plan.prefill), sorted(plan.prefill)[:-1]
@@ -95,16 +99,24 @@ def measure_pair(octavo: Worker, peer: Worker, tokens: list[int], plan: Plan) ->
         spent += took
         if spent + took > plan.long_budget_s:
             break
-    # The caches now hold the longest prompt; contexts are cut from it, longest first.
-    for n in sorted(plan.decode, reverse=True):
+
+    def decode_runs(n: int, turns: Turns, **sampling: float) -> None:
         for _ in range(plan.runs):
             for worker, side in ((octavo, "octavo"), (peer, "peer")):
                 time.sleep(SETTLE_S)
-                seconds = worker.call("decode", context=n, n=plan.decode_tokens)["seconds"]
-                getattr(decode[n], side).append(len(seconds) / sum(seconds))
+                seconds = worker.call("decode", context=n, n=plan.decode_tokens, **sampling)["seconds"]
+                getattr(turns, side).append(len(seconds) / sum(seconds))
+
+    # The caches now hold the longest prompt; contexts are cut from it, longest first.
+    for n in sorted(plan.decode, reverse=True):
+        decode_runs(n, decode[n])
+    drawn = {min(plan.decode): Turns()} if sampled else {}
+    for n, turns in drawn.items():
+        decode_runs(n, turns, **SAMPLED)
     return {
         "prefill": {str(n): turns.summary() for n, turns in prefill.items()},
         "decode": {str(n): turns.summary() for n, turns in decode.items()},
+        "sampled": {str(n): turns.summary() for n, turns in drawn.items()},
     }
 
 
@@ -137,7 +149,7 @@ def run(
             )
             tokens = octavo.call("tokenize", text=text[: 8 * longest])["tokens"]
             load = OtherLoad([octavo.pid, peer.pid])
-            measured = measure_pair(octavo, peer, tokens[:longest], plan)
+            measured = measure_pair(octavo, peer, tokens[:longest], plan, sampled=not streaming)
             measured["other_load"] = load.stop()
             if not streaming:
                 measured["python_share"] = {
@@ -158,17 +170,24 @@ def _print(peer: str, codec: str, measured: dict[str, Any]) -> None:
 
 
 def markdown(peer_name: str, pairs: dict[str, Any], kind: str) -> str:
-    """Tokens per second: a row per cache pair and length."""
+    """Tokens per second: a row per cache pair and length; of decode, those with sampling behind the greedy ones."""
     rows = []
     for codec, measured in pairs.items():
-        for n, entry in measured[kind].items():
+        for how, n, entry in entries(measured, kind):
             octavo, peer, ratio = entry["octavo"], entry["peer"], entry["ratio"]
             rows.append([
-                label(peer_name, codec), f"{int(n):,}", _cell(octavo), _cell(peer),
+                label(peer_name, codec) + how, f"{int(n):,}", _cell(octavo), _cell(peer),
                 f"{ratio['median']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})", str(ratio["n"]),
             ])  # fmt: skip
     header = ["cache", "tokens", "Octavo tok/s", f"{peer_name} tok/s", "ratio", "runs"]
     return table(header, rows)
+
+
+def entries(measured: dict[str, Any], kind: str) -> list[tuple[str, str, dict[str, Any]]]:
+    """(how tokens are chosen, where not greedily; length; summary) of a pair's "prefill" or "decode"."""
+    sampled = measured.get("sampled", {}) if kind == "decode" else {}  # results of earlier revisions have none
+    how = f", temperature {SAMPLED['temperature']}, top_p {SAMPLED['top_p']}"
+    return [("", n, e) for n, e in measured[kind].items()] + [(how, n, e) for n, e in sampled.items()]
 
 
 def _cell(s: dict[str, Any]) -> str:

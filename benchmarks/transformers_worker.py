@@ -24,6 +24,9 @@ CHUNK = 512
 
 
 class TransformersWorker:
+    def __init__(self) -> None:
+        self._warpers = transformers.LogitsProcessorList()
+
     def load(self, model: str, threads: int, cache: str = "f32", n_ctx: int = 0) -> Mapping[str, Any]:
         """The cache grows as needed, in float32; other types are refused."""
         if cache != "f32":
@@ -43,7 +46,7 @@ class TransformersWorker:
     def prefill(self, tokens: list[int], marks: list[int]) -> Mapping[str, Any]:
         """From an empty cache; seconds until each of `marks` tokens is in it. The last mark, which must be len(tokens),
         includes the choice of the next token."""
-        self._tokens = tokens
+        self._tokens, self._warpers = tokens, transformers.LogitsProcessorList()
         self._cache = transformers.DynamicCache(config=self._model.config)
         seconds = {}
         start = time.perf_counter()
@@ -55,8 +58,14 @@ class TransformersWorker:
         return {"seconds": seconds}
 
     @torch.inference_mode()
-    def decode(self, context: int, n: int) -> Mapping[str, Any]:
-        """Generate n tokens greedily behind the first `context` tokens of the last prefill, which stay in the cache."""
+    def decode(self, context: int, n: int, temperature: float = 0.0, top_p: float = 1.0) -> Mapping[str, Any]:
+        """Generate n tokens behind the first `context` tokens of the last prefill, which stay in the cache; greedily at
+        temperature 0."""
+        self._warpers = transformers.LogitsProcessorList(
+            [transformers.TemperatureLogitsWarper(temperature), transformers.TopPLogitsWarper(top_p)]
+            if temperature
+            else []
+        )
         self._cache.crop(context - 1 - self._cache.get_seq_length())  # a negative number: how many go
         token = self._next(self._tokens[context - 1 : context])
         seconds = []
@@ -67,8 +76,11 @@ class TransformersWorker:
         return {"seconds": seconds}
 
     def _next(self, tokens: list[int]) -> int:
-        output = self._model(torch.tensor([tokens]), past_key_values=self._cache, logits_to_keep=1)
-        return int(output.logits[0, -1].argmax())
+        ids = torch.tensor([tokens])
+        logits = self._model(ids, past_key_values=self._cache, logits_to_keep=1).logits[:, -1]
+        if not self._warpers:
+            return int(logits.argmax())
+        return int(torch.multinomial(torch.softmax(self._warpers(ids, logits), dim=-1), 1))
 
     @torch.inference_mode()
     def nll(self, tokens: list[int]) -> Mapping[str, Any]:

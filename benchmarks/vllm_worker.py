@@ -57,10 +57,10 @@ class VllmWorker:
         self._finish()
         return {"seconds": seconds}
 
-    def decode(self, context: int, n: int) -> Mapping[str, Any]:
-        """Generate n tokens greedily after the first `context` tokens of the last prefill, which are found in the
-        prefix cache. A token's time is that between its step's end and the one before."""
-        request = self._add(self._tokens[:context], n + 1)
+    def decode(self, context: int, n: int, temperature: float = 0.0, top_p: float = 1.0) -> Mapping[str, Any]:
+        """Generate n tokens after the first `context` tokens of the last prefill, which are found in the prefix cache;
+        greedily at temperature 0. A token's time is that between its step's end and the one before."""
+        request = self._add(self._tokens[:context], n + 1, temperature, top_p)
         times: list[float] = []
         while len(times) < n + 1:
             times.extend([time.perf_counter()] * (self._step().get(request, 0) - len(times)))
@@ -87,9 +87,11 @@ class VllmWorker:
         self._finish()
         return {"times": times}
 
-    def _add(self, tokens: list[int], n: int) -> str:
+    def _add(self, tokens: list[int], n: int, temperature: float = 0.0, top_p: float = 1.0) -> str:
         name = str(next(self._ids))
-        params = vllm.SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
+        params = vllm.SamplingParams(
+            temperature=temperature, top_p=top_p, max_tokens=n, ignore_eos=True, detokenize=False
+        )
         self._engine.add_request(name, {"prompt_token_ids": tokens}, params)
         return name
 

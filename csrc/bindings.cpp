@@ -108,4 +108,5 @@ NB_MODULE(_cpu, m) {
   bind_attention(m);
   bind_linear(m);
   bind_peaks(m);
+  bind_sampling(m);
 }

@@ -21,6 +21,7 @@ using ArrayRw = nb::ndarray<nb::device::cpu>;
 template <class T>
 constexpr const char* dtype_name() {
   if constexpr (std::is_same_v<T, float>) return "float32";
+  if constexpr (std::is_same_v<T, double>) return "float64";
   if constexpr (std::is_same_v<T, int32_t>) return "int32";
   if constexpr (std::is_same_v<T, int64_t>) return "int64";
   if constexpr (std::is_same_v<T, uint8_t>) return "uint8";
@@ -67,5 +68,6 @@ void bind_codecs(nb::module_& m);
 void bind_attention(nb::module_& m);
 void bind_linear(nb::module_& m);
 void bind_peaks(nb::module_& m);
+void bind_sampling(nb::module_& m);
 
 }  // namespace octavo

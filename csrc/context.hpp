@@ -91,6 +91,7 @@ enum Slot : int {
   kSlotActivations = 0,
   kSlotHidden = 1,
   kSlotMlp = 2,
+  kSlotSampling = 3,    // 3.. for sampling
   kSlotAttention = 16,  // 16.. for the attention block
 };
 

@@ -11,6 +11,7 @@
 #include "attention_types.hpp"
 #include "codecs.hpp"
 #include "linear_types.hpp"
+#include "sampling_types.hpp"
 
 namespace octavo {
 
@@ -41,6 +42,7 @@ struct KernelTable {
   AttentionKernels attention;
   LinearKernels linear;
   PeakKernels peaks;
+  SamplingKernels sampling;
 };
 
 /// The table for "portable", "avx2" or "avx512", or the best for "auto". Throws std::invalid_argument when the name is

@@ -14,6 +14,7 @@ const KernelTable& kernel_table() {
       .attention = attention_kernels(),
       .linear = linear_kernels(),
       .peaks = peak_kernels(),
+      .sampling = sampling_kernels(),
   };
   return table;
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from benchmarks.perplexity import windows
 from benchmarks.report import BLOCKS, DOCUMENT, updated
 from benchmarks.roofline import Kernel, summary
 from benchmarks.run import BENCHMARKS
+from benchmarks.speed import SAMPLED, Plan, entries, markdown, measure_pair
 
 from octavo.cache.spec import CacheSpec, FullGroup
 from octavo.codecs.base import Plane, Role
@@ -130,6 +132,36 @@ def test_shares_of_a_ceiling_are_formed_turn_by_turn() -> None:
     kernel = Kernel("k", lambda: 0.0, 1, 1, "i16", rates=[(5.0, 50.0), (10.0, 100.0), (20.0, 200.0)])
     ceilings = {"read": [10.0, 20.0, 40.0], "i16": [100.0, 200.0, 400.0], "i8": [200.0, 400.0, 800.0], "f32": [1.0] * 3}
     assert summary(kernel, ceilings)["share"] == {"read": 0.5, "i16": 0.5, "i8": 0.25}
+
+
+class Scripted:
+    """A worker that answers at once and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.decodes: list[dict[str, Any]] = []
+
+    def call(self, command: str, **arguments: Any) -> dict[str, Any]:
+        if command == "prefill":
+            return {"seconds": {str(mark): mark / 1000 for mark in arguments["marks"]}}
+        self.decodes.append(arguments)
+        return {"seconds": [0.02 if "temperature" in arguments else 0.01] * arguments["n"]}
+
+
+def test_decode_is_measured_greedily_and_from_the_shortest_context_with_sampling(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("benchmarks.speed.SETTLE_S", 0.0)
+    plan = Plan(prefill=(64,), decode=(16, 64), runs=2, decode_tokens=4)
+    worker, peer = Scripted(), Scripted()
+    measured = measure_pair(worker, peer, list(range(64)), plan, sampled=True)  # type: ignore[arg-type]
+    assert worker.decodes == peer.decodes
+    assert worker.decodes[-2:] == [{"context": 16, "n": 4, **SAMPLED}] * 2
+    assert [(how != "", n) for how, n, _ in entries(measured, "decode")] == [(False, "16"), (False, "64"), (True, "16")]
+    assert [how for how, _, _ in entries(measured, "prefill")] == [""]
+    assert "| f16 / f16, temperature 0.8, top_p 0.95 | 16 | 50.0 (50.0-50.0)" in markdown(
+        "llama.cpp", {"f16": measured}, "decode"
+    )
+    assert measure_pair(worker, peer, list(range(64)), plan, sampled=False)["sampled"] == {}  # type: ignore[arg-type]
 
 
 def test_every_benchmark_is_a_module() -> None:

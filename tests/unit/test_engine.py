@@ -300,7 +300,7 @@ def test_a_fault_in_one_request_ends_that_request_alone() -> None:
         def planted(request: Any, index: int, seed: int) -> Any:
             sequence = accept(request, index, seed)
             if request.message.request_id == "bad at sampling":
-                sequence.sampler.choose = None
+                sequence.sampler.draw = None
             if request.message.request_id == "bad at once":
                 raise IndexError("planted")
             return sequence
@@ -313,6 +313,36 @@ def test_a_fault_in_one_request_ends_that_request_alone() -> None:
         assert llm.generate(prompt(40), GREEDY).outputs[0].token_ids == good.outputs[0].token_ids
         assert engine.call(lambda: integrity.check(engine._cache), timeout_s=10) == []
         assert engine.stats().pages_active(is_open=True) == 0
+
+
+def test_logits_that_are_not_finite_fail_their_request_alone() -> None:
+    engine = tiny_engine(CONFIG)
+    with LLM.from_engine(engine) as llm:
+        params = SamplingParams(seed=3, max_tokens=8, ignore_eos=True)
+        good = [llm.generate(prompt(40, i), params) for i in range(2)]
+        last_logits = engine._runner.last_logits
+
+        def planted(result: Any, items: list[int]) -> Any:
+            logits = last_logits(result, items)
+            if len(items) == 3:  # the first two requests beside the last
+                logits[2, 100] = np.nan
+            return logits
+
+        engine._runner.last_logits = planted  # type: ignore[method-assign]
+        mates: list[Any] = []
+
+        def submit_together() -> None:
+            mates.extend(submit(engine, prompt(40, i), params, f"good{i}") for i in range(2))
+            mates.append(submit(engine, prompt(40, 2), params, "bad"))
+
+        engine.call(submit_together, timeout_s=10)
+        seen = [until_over(events) for events in mates]
+        failed = seen[2][-1]
+        assert isinstance(failed, Failed)
+        assert "not finite" in str(failed.error)
+        for events, alone in zip(seen, good, strict=False):
+            assert [t for e in events if isinstance(e, Delta) for t in e.token_ids] == alone.outputs[0].token_ids
+        assert engine.call(lambda: integrity.check(engine._cache), timeout_s=10) == []
 
 
 class TestTogether:
@@ -416,7 +446,7 @@ def test_a_profile_accounts_for_every_step_and_changes_nothing() -> None:
     assert (decode.steps, decode.rows) == (7, 7)
     for times in (decode, prefill):
         assert sum(times.parts.values()) == pytest.approx(times.seconds)
-        assert {"embedding", "attention and QKV", "MLP", "scheduling and sampling"} <= set(times.parts)
+        assert {"embedding", "attention and QKV", "MLP", "sampling", "scheduling and output"} <= set(times.parts)
         assert min(times.parts.values()) > 0
     assert "output head" in decode.parts
     text = "\n".join(engine.profile.lines())

@@ -10,10 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.engine.messages import SamplingParams
-from octavo.engine.sampler import Sampler, largest, token_logprob
-from octavo.errors import RequestError
+from octavo.engine.sampler import Sampler, largest, sample, token_logprob
+from octavo.errors import OctavoError, RequestError
+from octavo.ops.cpu import CpuOps
 
 VOCAB = 1000
+OPS = CpuOps(threads=1)
+
+
+def choose(sampler: Sampler, row: np.ndarray, position: int) -> int:
+    """The token of one choice alone."""
+    logits = row[None]
+    (token,) = sample(OPS, logits, [sampler.draw(logits, 0, position)])
+    sampler.accept(token)
+    return token
 
 
 def logits(seed: int, n: int = VOCAB, spread: float = 3.0) -> np.ndarray:
@@ -45,21 +55,21 @@ def test_draws_stay_within_the_filters(seed: int, top_k: int, top_p: float, min_
     row = logits(seed)
     keep = allowed(row, params)
     sampler = Sampler(params, seed, 0, [])
-    drawn = {sampler.choose(row, position) for position in range(30)}
+    drawn = {choose(sampler, row, position) for position in range(30)}
     assert drawn <= keep
 
 
 def test_draws_follow_the_distribution() -> None:
     row = np.log(np.array([0.5, 0.3, 0.15, 0.05], dtype=np.float32))
     sampler = Sampler(SamplingParams(), 3, 0, [])
-    counts = np.bincount([sampler.choose(row, i) for i in range(8000)], minlength=4) / 8000
+    counts = np.bincount([choose(sampler, row, i) for i in range(8000)], minlength=4) / 8000
     assert np.abs(counts - [0.5, 0.3, 0.15, 0.05]).max() < 0.02
 
 
 def test_top_p_leaves_the_renormalized_distribution() -> None:
     row = np.log(np.array([0.5, 0.3, 0.15, 0.05], dtype=np.float32))
     sampler = Sampler(SamplingParams(top_p=0.75), 3, 0, [])
-    counts = np.bincount([sampler.choose(row, i) for i in range(8000)], minlength=4) / 8000
+    counts = np.bincount([choose(sampler, row, i) for i in range(8000)], minlength=4) / 8000
     assert np.abs(counts - [0.625, 0.375, 0, 0]).max() < 0.02
 
 
@@ -67,23 +77,23 @@ def test_a_draw_depends_on_seed_choice_and_position_alone() -> None:
     row = logits(1)
     params = SamplingParams()
     one, two = Sampler(params, 5, 0, []), Sampler(params, 5, 0, [1, 2, 3])
-    forward = [one.choose(row, i) for i in range(20)]
-    backward = [two.choose(row, i) for i in reversed(range(20))][::-1]
+    forward = [choose(one, row, i) for i in range(20)]
+    backward = [choose(two, row, i) for i in reversed(range(20))][::-1]
     assert forward == backward
-    assert forward != [Sampler(params, 5, 1, []).choose(row, i) for i in range(20)]
-    assert forward != [Sampler(params, 6, 0, []).choose(row, i) for i in range(20)]
+    assert forward != [choose(Sampler(params, 5, 1, []), row, i) for i in range(20)]
+    assert forward != [choose(Sampler(params, 6, 0, []), row, i) for i in range(20)]
 
 
 def test_negative_seeds_are_seeds() -> None:
     row = logits(1)
-    a = [Sampler(SamplingParams(), -1, 0, []).choose(row, i) for i in range(10)]
-    b = [Sampler(SamplingParams(), 1, 0, []).choose(row, i) for i in range(10)]
+    a = [choose(Sampler(SamplingParams(), -1, 0, []), row, i) for i in range(10)]
+    b = [choose(Sampler(SamplingParams(), 1, 0, []), row, i) for i in range(10)]
     assert a != b
 
 
 def test_greedy_ties_go_to_the_lowest_id() -> None:
     row = np.array([1, 3, 3, 2], dtype=np.float32)
-    assert Sampler(SamplingParams(temperature=0), 0, 0, []).choose(row, 0) == 1
+    assert choose(Sampler(SamplingParams(temperature=0), 0, 0, []), row, 0) == 1
 
 
 def test_penalties_and_bias() -> None:
@@ -91,7 +101,7 @@ def test_penalties_and_bias() -> None:
 
     def greedy(prompt: list[int], steps: int, **params: Any) -> list[int]:
         sampler = Sampler(SamplingParams(temperature=0, **params), 0, 0, prompt)
-        return [sampler.choose(row, i) for i in range(steps)]
+        return [choose(sampler, row, i) for i in range(steps)]
 
     assert greedy([], 2, presence_penalty=0.5) == [0, 1]
     assert greedy([0], 1, presence_penalty=0.5) == [0], "presence counts generated tokens only"
@@ -102,6 +112,36 @@ def test_penalties_and_bias() -> None:
     before = row.copy()
     greedy([], 3, presence_penalty=0.5, logit_bias={3: 5.0})
     assert (row == before).all(), "logits belong to the caller"
+
+
+def test_a_row_may_be_drawn_from_more_than_once_beside_penalized_ones() -> None:
+    logits_ = np.stack([logits(1), logits(2)])
+    before = logits_.copy()
+    kinds = [
+        (0, SamplingParams()), (0, SamplingParams(top_p=0.9)), (0, SamplingParams(temperature=0)),
+        (1, SamplingParams(logit_bias={3: 100.0})), (1, SamplingParams(repetition_penalty=1.5, min_p=0.01)),
+    ]  # fmt: skip
+    samplers = [Sampler(params, 7, i, [1, 2]) for i, (_, params) in enumerate(kinds)]
+    draws = [s.draw(logits_, row, 40) for s, (row, _) in zip(samplers, kinds, strict=True)]
+    together = sample(OPS, logits_, draws)
+    alone = [choose(s, logits_[row], 40) for s, (row, _) in zip(samplers, kinds, strict=True)]
+    assert together == alone
+    assert together[3] == 3
+    assert (logits_ == before).all(), "reported log-probabilities are those of the model"
+    assert sample(OPS, logits_, []) == []
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_is_not_finite_fails_alone(value: float, temperature: float) -> None:
+    rows = np.stack([logits(i) for i in range(3)])
+    rows[1, 700] = value
+    samplers = [Sampler(SamplingParams(temperature=temperature), 0, i, []) for i in range(3)]
+    tokens = sample(OPS, rows, [s.draw(rows, i, 0) for i, s in enumerate(samplers)])
+    assert tokens[1] == -1
+    assert [tokens[0], tokens[2]] == [choose(samplers[i], rows[i], 0) for i in (0, 2)]
+    with pytest.raises(OctavoError, match="not finite"):
+        samplers[1].accept(tokens[1])
 
 
 @settings(max_examples=50, deadline=None)

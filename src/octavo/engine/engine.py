@@ -30,7 +30,7 @@ from octavo.engine.messages import (
 from octavo.engine.output import ChoiceText
 from octavo.engine.request import Request, Sequence, TokenBuffer
 from octavo.engine.runner import PROMPT_LOGIT_ROWS, Runner, StepHidden
-from octavo.engine.sampler import Sampler, token_logprob
+from octavo.engine.sampler import Draw, Sampler, sample, token_logprob
 from octavo.engine.scheduler import ScheduledSequence, Scheduler
 from octavo.engine.snapshot import engine_stats, page_map
 from octavo.errors import CodecRangeError, EngineStopped, OutOfPages, OverloadedError, RequestError
@@ -218,13 +218,20 @@ class Engine:
         logits = self._runner.last_logits(result, sampling)
         wanted = [k for k, i in enumerate(sampling) if step[i].sequence.request.message.params.logprobs is not None]
         logprobs = dict(zip(wanted, self._ops.log_softmax(logits[wanted]), strict=True)) if wanted else {}
+        draws: list[tuple[Sequence, Draw]] = []
         for k, i in enumerate(sampling):
             sequence = step[i].sequence
             if sequence.request.message.request_id not in self._requests:
                 continue  # another choice has failed it just now
             with self._alone(sequence.request):
-                for choice in self._choices(sequence):
-                    self._append(choice, logits[k], logprobs.get(k))
+                choices = self._choices(sequence)
+                draws.extend([(choice, choice.sampler.draw(logits, k, len(choice.tokens))) for choice in choices])
+        tokens = sample(self._ops, logits, [draw for _, draw in draws])
+        for (choice, draw), token in zip(draws, tokens, strict=True):
+            if choice.request.message.request_id not in self._requests:
+                continue
+            with self._alone(choice.request):
+                self._append(choice, token, logprobs.get(draw.row))
 
     @contextmanager
     def _alone(self, request: Request) -> Iterator[None]:
@@ -245,13 +252,13 @@ class Engine:
             self._scheduler.fork(sequence, child)
         return list(request.sequences)
 
-    def _append(self, sequence: Sequence, logits: np.ndarray, logprobs: np.ndarray | None) -> None:
-        """Sample one token and emit what it brings."""
+    def _append(self, sequence: Sequence, token: int, logprobs: np.ndarray | None) -> None:
+        """Take the token that was drawn and emit what it brings."""
         request = sequence.request
         if request.max_tokens == 0:
             self._end(sequence, "", (), (), "length", None)
             return
-        token = sequence.sampler.choose(logits, len(sequence.tokens))
+        sequence.sampler.accept(token)
         entry = () if logprobs is None else (token_logprob(logprobs, token, request.message.params.logprobs or 0),)
         sequence.tokens.append(token)
         sequence.n_generated += 1

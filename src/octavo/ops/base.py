@@ -28,6 +28,7 @@ from octavo.models.spec import AttentionWeights, MlpWeights, ModelSpec, Tensor
 SPLIT_PAGES = 8
 
 F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
@@ -60,6 +61,30 @@ class Batch:
     page_offset: I64
     page_format: U8
     open_offset: I64
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the tokens of m rows are chosen, as flat arrays.
+
+    The filters narrow the tokens down one after the other: top_k; then top_p, on the distribution that top_k left;
+    then min_p. At least one token stays, and of equal logits those with lower ids count as likelier. The kept tokens,
+    in the order of their ids, divide 0 .. 1 in proportion to exp(logit / temperature); the one that `uniform` falls
+    upon is drawn.
+
+    Attributes:
+        temperature: float64 [m]; 0 takes the largest logit and reads nothing below.
+        top_k: int32 [m], the k largest logits; 0 is all.
+        top_p: float64 [m] in (0, 1], the fewest likely tokens whose probability reaches top_p.
+        min_p: float64 [m] in [0, 1], logits of at least max + temperature * ln(min_p).
+        uniform: float64 [m] in [0, 1), a random number for each row.
+    """
+
+    temperature: F64
+    top_k: I32
+    top_p: F64
+    min_p: F64
+    uniform: F64
 
 
 class Ops(Protocol):
@@ -110,4 +135,8 @@ class Ops(Protocol):
 
     def log_softmax(self, logits: F32) -> F32:
         """float32 [m, vocab] -> float32 [m, vocab]; same arithmetic for every m."""
+        ...
+
+    def sample(self, logits: F32, sampling: Sampling) -> I32:
+        """float32 [m, vocab] -> int32 [m], a token for each row; -1 for a row with a NaN or +inf, or of -inf alone."""
         ...

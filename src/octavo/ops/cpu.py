@@ -19,7 +19,7 @@ import octavo.ops._cpu as _cpu
 from octavo.cache.format import PageFormat
 from octavo.errors import ConfigError
 from octavo.models.spec import AttentionWeights, MlpWeights, ModelSpec, Tensor
-from octavo.ops.base import F32, I32, Batch
+from octavo.ops.base import F32, I32, Batch, Sampling
 from octavo.ops.cpu_attention import CpuAttention, stored
 from octavo.ops.host_store import HostStore
 
@@ -91,6 +91,13 @@ class CpuOps:
     def log_softmax(self, logits: F32) -> F32:
         out = np.empty_like(logits)
         _cpu.log_softmax(self.context, logits, out)
+        return out
+
+    def sample(self, logits: F32, sampling: Sampling) -> I32:
+        """See Ops. Every instruction set draws the same token: its exponential has no fused operations."""
+        out = np.empty(len(logits), np.int32)
+        s = sampling
+        _cpu.sample(self.context, logits, s.temperature, s.top_k, s.top_p, s.min_p, s.uniform, out)
         return out
 
 

@@ -14,12 +14,12 @@ from typing import Any, Literal
 from octavo.cache.format import PageFormat
 from octavo.cache.store import PageStore
 from octavo.models.spec import AttentionWeights, MlpWeights, ModelSpec, Tensor
-from octavo.ops.base import F32, I32, Batch, Ops
+from octavo.ops.base import F32, I32, Batch, Ops, Sampling
 
 Kind = Literal["decode", "prefill"]
 
-#: What is around the blocks: scheduling, laying out the batch, sampling, emitting.
-AROUND = "scheduling and sampling"
+#: What is around the operations: scheduling, laying out the batch, emitting.
+AROUND = "scheduling and output"
 
 
 @dataclass(slots=True)
@@ -133,3 +133,7 @@ class ProfiledOps:
     def log_softmax(self, logits: F32) -> F32:
         with self._profile.part("log-softmax"):
             return self._ops.log_softmax(logits)
+
+    def sample(self, logits: F32, sampling: Sampling) -> I32:
+        with self._profile.part("sampling"):
+            return self._ops.sample(logits, sampling)

@@ -21,10 +21,11 @@ from octavo.errors import CodecRangeError
 from octavo.models.loading.dequant import dequantize
 from octavo.models.rope import rope_tables
 from octavo.models.spec import AttentionWeights, MlpWeights, ModelSpec, Tensor
-from octavo.ops.base import Batch
+from octavo.ops.base import Batch, Sampling
 from octavo.ops.host_store import HostStore
 
 F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
 I32 = NDArray[np.int32]
 U8 = NDArray[np.uint8]
 
@@ -164,6 +165,19 @@ class ReferenceOps:
             out[i] = torch.log_softmax(_row(row), dim=-1).numpy()
         return out
 
+    def sample(self, logits: F32, sampling: Sampling) -> I32:
+        out = np.empty(len(logits), dtype=np.int32)
+        for i, row in enumerate(logits):
+            out[i] = _sample(
+                row.astype(np.float64),
+                float(sampling.temperature[i]),
+                int(sampling.top_k[i]),
+                float(sampling.top_p[i]),
+                float(sampling.min_p[i]),
+                float(sampling.uniform[i]),
+            )
+        return out
+
     def _attend_segment(self, block: _Attention, hidden: F32, batch: Batch, s: int) -> None:
         spec, size = block.spec, block.page_size
         first, last = int(batch.row_start[s]), int(batch.row_start[s + 1])
@@ -221,6 +235,26 @@ class ReferenceOps:
             q, k = _rms_norm(q, block.q_norm, spec.norm_eps), _rms_norm(k, block.k_norm, spec.norm_eps)
         cos, sin = block.cos[position], block.sin[position]
         return _rotate(q, cos, sin), _rotate(k, cos, sin), v.view(spec.n_kv_heads, spec.head_dim)
+
+
+def _sample(row: F64, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float) -> int:
+    best = int(row.argmax())  # of a NaN, where there is one
+    if not math.isfinite(row[best]):
+        return -1
+    if temperature == 0:
+        return best
+    weights = np.exp((row - row[best]) / temperature)
+    kept = np.argsort(-row, kind="stable")
+    if top_k:
+        kept = kept[:top_k]
+    if top_p < 1:
+        cumulative = np.cumsum(weights[kept])
+        kept = kept[: np.searchsorted(cumulative, top_p * cumulative[-1]) + 1]
+    if min_p > 0:
+        kept = kept[row[kept] >= row[best] + temperature * math.log(min_p)]
+    kept = np.sort(kept)
+    cumulative = np.cumsum(weights[kept])
+    return int(kept[np.searchsorted(cumulative, uniform * cumulative[-1], side="right")])
 
 
 def _row(row: F32) -> T:
