@@ -25,6 +25,7 @@ from octavo.engine.messages import (
     SamplingParams,
     Started,
 )
+from octavo.engine.prompt import prompt_array
 from octavo.errors import CodecRangeError, ConfigError, EngineStopped, OverloadedError, RequestError
 from octavo.llm import LLM
 from tests.support.tiny import tiny_engine, tiny_spec
@@ -57,7 +58,7 @@ def submit(
     engine: Engine, tokens: list[int], params: SamplingParams = GREEDY, name: str = "r"
 ) -> queue.SimpleQueue[Event]:
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    engine.submit(GenerateRequest(name, tuple(tokens), params), events.put)
+    engine.submit(GenerateRequest(name, prompt_array(tokens), params), events.put)
     return events
 
 

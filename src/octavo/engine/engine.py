@@ -360,7 +360,7 @@ class Engine:
             n = min(PROMPT_LOGIT_ROWS, end - row)
             logits = self._runner.logits(result, int(result.row_start[index]) + row - start, n)
             for i, logprobs in enumerate(self._ops.log_softmax(logits)):
-                entries.append(token_logprob(logprobs, prompt[row + i + 1], n_top))
+                entries.append(token_logprob(logprobs, int(prompt[row + i + 1]), n_top))
         if start + item.n_tokens >= request.n_prompt and not sequence.n_generated:
             request.sink(PromptLogprobs(request.message.request_id, tuple(entries)))
 
@@ -398,12 +398,11 @@ class Engine:
 
     def _new_sequence(self, request: Request, index: int, seed: int) -> Sequence:
         message = request.message
-        prompt = np.asarray(message.prompt_token_ids, dtype=np.int32)
         return Sequence(
             request,
             index,
-            TokenBuffer(prompt),
-            Sampler(message.params, seed, index, message.prompt_token_ids),
+            TokenBuffer(message.prompt_token_ids),
+            Sampler(message.params, seed, index, request.penalized_prompt_ids),
             ChoiceText(self.tokenizer, message.params.stop_strings),
         )
 

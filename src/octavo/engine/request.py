@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from octavo.cache.table import BlockTable
 from octavo.engine.messages import FinishReason, GenerateRequest, Sink, TokenLogprob
 from octavo.engine.output import ChoiceText
+from octavo.engine.prompt import I32
 from octavo.engine.sampler import Sampler
-
-I32 = NDArray[np.int32]
 
 
 class TokenBuffer:
@@ -94,6 +93,15 @@ class Request:
     @property
     def n_prompt(self) -> int:
         return len(self.message.prompt_token_ids)
+
+    @cached_property
+    def penalized_prompt_ids(self) -> list[int]:
+        """The distinct ids of the prompt where repeating them is penalized, else none. Once for all choices: these are
+        no more than the vocabulary, however long the prompt is."""
+        if self.message.params.repetition_penalty == 1.0:
+            return []
+        ids: list[int] = np.unique(self.message.prompt_token_ids).tolist()
+        return ids
 
     @property
     def wants_prompt_logprobs(self) -> bool:
