@@ -25,10 +25,15 @@ from octavo.engine.messages import (
     TokenLogprob,
 )
 from octavo.engine.prompt import I32, prompt_array
-from octavo.errors import RequestError
+from octavo.errors import EngineStopped, RequestError
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
+
+#: How often a wait for an event looks whether the engine is alive.
+POLL_S = 1.0
+#: How long a dead engine's answers are waited for: its thread still tells everyone.
+LAST_WORDS_S = 2.0
 
 
 @dataclass(slots=True)
@@ -142,7 +147,7 @@ class LLM:
         over = False
         try:
             while not over:
-                event = events.get()
+                event = self._next(events)
                 if isinstance(event, Failed):
                     over = True
                     raise event.error
@@ -156,6 +161,7 @@ class LLM:
         return self.engine.stats()
 
     def close(self) -> None:
+        """Give the memory back. Raises CloseTimeout when the step in progress does not end in time."""
         self.engine.close()
 
     def __enter__(self) -> LLM:
@@ -176,6 +182,17 @@ class LLM:
     def _request(self, tokens: I32, params: SamplingParams | None, namespace: str) -> GenerateRequest:
         return GenerateRequest(f"llm-{uuid.uuid4().hex}", tokens, params or SamplingParams(), namespace)
 
+    def _next(self, events: queue.SimpleQueue[Event]) -> Event:
+        """The next event. Raises EngineStopped when the engine is dead and none is left."""
+        while True:
+            # Asked before looking, so that what a dying engine still said is found.
+            alive = self.engine.is_healthy()
+            try:
+                return events.get(timeout=POLL_S if alive else LAST_WORDS_S)
+            except queue.Empty:
+                if not alive:
+                    raise EngineStopped("the engine has stopped; its log has the reason") from None
+
     def _run(self, prompts: list[I32], params: SamplingParams | None, namespace: str) -> list[RequestOutput]:
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         requests = [self._request(tokens, params, namespace) for tokens in prompts]
@@ -190,7 +207,7 @@ class LLM:
                 submitted.append(request.request_id)
             n_open = len(requests)
             while n_open:
-                event = events.get()
+                event = self._next(events)
                 if isinstance(event, Failed):
                     raise event.error
                 _apply(outputs[event.request_id], event)

@@ -9,7 +9,8 @@ from functools import cached_property
 import numpy as np
 
 from octavo.cache.table import BlockTable
-from octavo.engine.messages import FinishReason, GenerateRequest, Sink, TokenLogprob
+from octavo.engine.messages import FinishReason, GenerateRequest, TokenLogprob
+from octavo.engine.outlet import Outlet
 from octavo.engine.output import ChoiceText
 from octavo.engine.prompt import I32
 from octavo.engine.sampler import Sampler
@@ -75,10 +76,13 @@ class Sequence:
 
 @dataclass(eq=False)
 class Request:
-    """A request in the engine. Sequence 0 computes the prompt; the others are forked from it."""
+    """A request in the engine. Sequence 0 computes the prompt; the others are forked from it.
+
+    `holds_more` is set by each step that computes for it, and cleared when `peak_kv_bytes` is brought up to date.
+    """
 
     message: GenerateRequest
-    sink: Sink
+    sink: Outlet
     max_tokens: int
     eos_token_ids: frozenset[int]
     sequences: list[Sequence] = field(default_factory=list)
@@ -89,6 +93,7 @@ class Request:
     admitted: float | None = None
     first_token: float | None = None
     peak_kv_bytes: int = 0
+    holds_more: bool = False
 
     @property
     def n_prompt(self) -> int:

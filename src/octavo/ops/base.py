@@ -106,3 +106,7 @@ class Ops(Protocol):
     def log_softmax(self, logits: F32) -> F32:
         """float32 [m, vocab] -> float32 [m, vocab]; same arithmetic for every m."""
         ...
+
+    def forget(self) -> None:
+        """Let go of the last batch, and with it of the arena. Not while a block runs; another batch may follow."""
+        ...

@@ -89,6 +89,9 @@ class CpuOps:
         _cpu.log_softmax(self.context, logits, out)
         return out
 
+    def forget(self) -> None:
+        self._attention.forget()
+
 
 def _at_least(buffer: F32, rows: int, cols: int) -> F32:
     """The buffer, or a larger one in its place."""

@@ -129,3 +129,6 @@ class ProfiledOps:
     def log_softmax(self, logits: F32) -> F32:
         with self._profile.part("log-softmax"):
             return self._ops.log_softmax(logits)
+
+    def forget(self) -> None:
+        self._ops.forget()
