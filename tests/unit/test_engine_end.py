@@ -81,6 +81,7 @@ class TestDying:
             assert isinstance(failed.error, EngineStopped)
         engine.close()
         assert not engine.is_healthy()
+        assert engine._cache.arena.memory.size == 0, "the memory is given back all the same"
 
     def test_a_release_that_fails_in_the_midst_of_work(self) -> None:
         engine = tiny_engine(CONFIG)
@@ -220,6 +221,26 @@ class TestClosing:
         assert not mapped(address, size)
         assert model() is None, "the weights are the model's"
         assert ops() is None
+
+    @pytest.mark.parametrize("backend", ["cpu", "reference"])
+    def test_a_backend_that_outlives_the_engine_lets_go_of_the_arena(self, backend: str) -> None:
+        engine = tiny_engine(replace(CONFIG, backend=backend))  # type: ignore[arg-type]
+        ops = engine._ops
+        with LLM.from_engine(engine) as llm:
+            llm.generate(list(range(40)), SHORT)
+            address, size = engine._cache.arena.memory.ctypes.data, engine._cache.arena.memory.size
+            assert mapped(address, size)
+        gc.collect()
+        assert not mapped(address, size), f"{ops.name} holds the arena"
+
+    @pytest.mark.parametrize("backend", ["cpu", "reference"])
+    def test_a_backend_that_has_forgotten_goes_on(self, backend: str) -> None:
+        engine = tiny_engine(replace(CONFIG, backend=backend))  # type: ignore[arg-type]
+        with LLM.from_engine(engine) as llm:
+            engine.call(engine._ops.forget, timeout_s=10)  # before it has seen a batch
+            first = llm.generate(list(range(40)), SHORT).outputs
+            engine.call(engine._ops.forget, timeout_s=10)
+            assert llm.generate(list(range(40)), SHORT).outputs == first
 
     def test_an_error_that_is_kept_holds_no_step(self) -> None:
         engine = tiny_engine(CONFIG)
