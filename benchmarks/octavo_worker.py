@@ -16,6 +16,7 @@ from benchmarks.protocol import serve
 from octavo import LLM, SamplingParams, __version__
 from octavo.config import CachePolicy
 from octavo.engine.messages import Delta, Event, Failed, Finished, GenerateRequest, PromptProgress
+from octavo.engine.prompt import prompt_array
 
 #: Prompt tokens per step: llama.cpp's default batch.
 CHUNK = 512
@@ -114,7 +115,7 @@ class OctavoWorker:
 
         start = time.perf_counter()
         for i, tail in enumerate(tails):
-            request = GenerateRequest(uuid.uuid4().hex, (*prefix, *tail), _greedy(n), namespace)
+            request = GenerateRequest(uuid.uuid4().hex, prompt_array([*prefix, *tail]), _greedy(n), namespace)
             self._llm.engine.submit(request, partial(sink, i))
         for _ in tails:
             done.acquire()

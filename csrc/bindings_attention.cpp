@@ -109,6 +109,17 @@ void bind_attention(nb::module_& m) {
           nb::arg("page_offset"), nb::arg("page_format"), nb::arg("open_offset"), nb::arg("cosine"), nb::arg("sine"),
           "Arrays as in octavo.ops.base.Batch; cosine and sine float32 [positions, rotary dimension / 2]. Raises "
           "ValueError where they contradict each other or reach outside memory.")
+      .def(
+          "clear",
+          [](StepHolder& self) {
+            // The arrays go last: until then the step points into them.
+            const CacheLayout& cache = self.step.cache();
+            self.step = Step(cache);
+            self.memory = {};
+            self.cosine = {};
+            self.sine = {};
+          },
+          "Let go of the batch and of the arrays that it lies in. Not while a block runs.")
       .def_prop_ro("n_rows", [](const StepHolder& self) { return self.step.n_rows(); })
       .def_prop_ro("page_reads", [](const StepHolder& self) { return self.step.page_reads(); },
                    "Sealed pages that one KV head reads in one layer, counted as often as they are read.");

@@ -44,6 +44,10 @@ class EngineStopped(OctavoError):
     """The engine was closed, or its thread has died, before the request was done."""
 
 
+class CloseTimeout(OctavoError):
+    """The engine did not end within the time that closing it may take; its memory is given back when it does."""
+
+
 class CodecRangeError(OctavoError):
     """A value cannot be stored by the codec (NaN, infinity, or a scale beyond its format's range)."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import queue
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,10 +24,16 @@ from octavo.engine.messages import (
     Started,
     TokenLogprob,
 )
-from octavo.errors import RequestError
+from octavo.engine.prompt import I32, prompt_array
+from octavo.errors import EngineStopped, RequestError
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
+
+#: How often a wait for an event looks whether the engine is alive.
+POLL_S = 1.0
+#: How long a dead engine's answers are waited for: its thread still tells everyone.
+LAST_WORDS_S = 2.0
 
 
 @dataclass(slots=True)
@@ -43,11 +48,14 @@ class Completion:
     stop_reason: str | int | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RequestOutput:
-    """What one prompt brought. Times are in seconds from submission; `kv_bytes` is what its pages took."""
+    """What one prompt brought. Times are in seconds from submission; `kv_bytes` is what its pages took.
 
-    prompt_token_ids: list[int]
+    `prompt_token_ids` is int32 [n], read-only.
+    """
+
+    prompt_token_ids: I32
     outputs: list[Completion]
     prompt_logprobs: list[TokenLogprob | None] | None = None
     cached_tokens: int = 0
@@ -123,7 +131,8 @@ class LLM:
         namespace: str = "",
     ) -> RequestOutput:
         """Answer a conversation in OpenAI's message shape, through the model's own chat template."""
-        return self._run([self.tokenizer.apply_chat_template(messages, tools=tools)], params, namespace)[0]
+        tokens = prompt_array(self.tokenizer.apply_chat_template(messages, tools=tools))
+        return self._run([tokens], params, namespace)[0]
 
     def stream(
         self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None, *, namespace: str = ""
@@ -131,14 +140,14 @@ class LLM:
         """The engine's events for one prompt or conversation, as they happen: Started, PromptProgress ..., Delta ...,
         Finished. Leaving the loop early cancels the request."""
         chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-        tokens = self.tokenizer.apply_chat_template(prompt) if chat else self._tokens(prompt)  # type: ignore[arg-type]
+        tokens = prompt_array(self.tokenizer.apply_chat_template(prompt)) if chat else self._tokens(prompt)  # type: ignore[arg-type]
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         request = self._request(tokens, params, namespace)
         self.engine.submit(request, events.put)
         over = False
         try:
             while not over:
-                event = events.get()
+                event = self._next(events)
                 if isinstance(event, Failed):
                     over = True
                     raise event.error
@@ -152,6 +161,7 @@ class LLM:
         return self.engine.stats()
 
     def close(self) -> None:
+        """Give the memory back. Raises CloseTimeout when the step in progress does not end in time."""
         self.engine.close()
 
     def __enter__(self) -> LLM:
@@ -162,17 +172,28 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _tokens(self, prompt: object) -> list[int]:
+    def _tokens(self, prompt: object) -> I32:
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, parse_special=True)
+            return prompt_array(self.tokenizer.encode(prompt, parse_special=True))
         if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
             raise RequestError(f"a prompt is text or token ids, got {type(prompt).__name__}", param="prompt")
-        return [_token_id(token) for token in prompt]
+        return prompt_array(prompt)
 
-    def _request(self, tokens: list[int], params: SamplingParams | None, namespace: str) -> GenerateRequest:
-        return GenerateRequest(f"llm-{uuid.uuid4().hex}", tuple(tokens), params or SamplingParams(), namespace)
+    def _request(self, tokens: I32, params: SamplingParams | None, namespace: str) -> GenerateRequest:
+        return GenerateRequest(f"llm-{uuid.uuid4().hex}", tokens, params or SamplingParams(), namespace)
 
-    def _run(self, prompts: list[list[int]], params: SamplingParams | None, namespace: str) -> list[RequestOutput]:
+    def _next(self, events: queue.SimpleQueue[Event]) -> Event:
+        """The next event. Raises EngineStopped when the engine is dead and none is left."""
+        while True:
+            # Asked before looking, so that what a dying engine still said is found.
+            alive = self.engine.is_healthy()
+            try:
+                return events.get(timeout=POLL_S if alive else LAST_WORDS_S)
+            except queue.Empty:
+                if not alive:
+                    raise EngineStopped("the engine has stopped; its log has the reason") from None
+
+    def _run(self, prompts: list[I32], params: SamplingParams | None, namespace: str) -> list[RequestOutput]:
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         requests = [self._request(tokens, params, namespace) for tokens in prompts]
         outputs = {
@@ -186,7 +207,7 @@ class LLM:
                 submitted.append(request.request_id)
             n_open = len(requests)
             while n_open:
-                event = events.get()
+                event = self._next(events)
                 if isinstance(event, Failed):
                     raise event.error
                 _apply(outputs[event.request_id], event)
@@ -204,13 +225,6 @@ def _is_one_prompt(prompts: object) -> bool:
         return True
     first = next(iter(prompts), None)
     return first is not None and not isinstance(first, str | bytes | Iterable)
-
-
-def _token_id(token: object) -> int:
-    """An int, or what numpy has for one. Raises RequestError rather than rounding."""
-    if isinstance(token, bool) or not hasattr(token, "__index__"):
-        raise RequestError(f"a prompt's token ids are integers, got {token!r}", param="prompt")
-    return operator.index(token)
 
 
 def _apply(output: RequestOutput, event: Event) -> None:

@@ -37,7 +37,7 @@ def test_send_twice_and_watch_the_hit(server: RunningServer, engine: ScriptedEng
     cached = int(page.inner_text("#last-cached").replace(",", ""))
     computed = int(page.inner_text("#last-computed").replace(",", ""))
     n_prompt = len(engine.requests[-1].prompt_token_ids)
-    assert engine.requests[0].prompt_token_ids == engine.requests[1].prompt_token_ids
+    assert engine.requests[0].prompt_token_ids.tolist() == engine.requests[1].prompt_token_ids.tolist()
     assert cached == (n_prompt - 1) // 16 * 16
     assert cached + computed == n_prompt
     expect(note).to_contain_text(f"{cached:,} of {n_prompt:,} prompt tokens from the cache")
@@ -84,7 +84,7 @@ def test_conversation_goes_on(server: RunningServer, engine: ScriptedEngine, vis
     seen.answered(1)
     seen.send("two")
     seen.answered(2)
-    prompt = engine.tokenizer.decode(engine.requests[-1].prompt_token_ids, skip_special=False)
+    prompt = engine.tokenizer.decode(engine.requests[-1].prompt_token_ids.tolist(), skip_special=False)
     reply = engine.script.reply
     assert prompt == (
         f"<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\none<|im_end|>\n"
@@ -97,7 +97,7 @@ def test_conversation_goes_on(server: RunningServer, engine: ScriptedEngine, vis
     expect(page.locator("#empty")).to_be_visible()
     seen.send("three")
     seen.answered()
-    assert b"one" not in bytes(t for t in engine.requests[-1].prompt_token_ids if t < 256)
+    assert b"one" not in bytes(t for t in engine.requests[-1].prompt_token_ids.tolist() if t < 256)
     assert seen.troubles == []
 
 
@@ -119,7 +119,7 @@ def test_stop(server: RunningServer, engine: ScriptedEngine, visit: Open, how: s
     engine.script = Script()
     seen.send("on")
     seen.answered(2)
-    assert b"assistant\nabc" in bytes(t for t in engine.requests[-1].prompt_token_ids if t < 256)
+    assert b"assistant\nabc" in bytes(t for t in engine.requests[-1].prompt_token_ids.tolist() if t < 256)
     assert seen.troubles == []
 
 
@@ -133,7 +133,7 @@ def test_new_chat_while_an_answer_streams(server: RunningServer, engine: Scripte
     engine.script = Script()
     seen.send("hello")
     assert seen.answered() == engine.script.reply
-    assert b"abc" not in bytes(t for t in engine.requests[-1].prompt_token_ids if t < 256)
+    assert b"abc" not in bytes(t for t in engine.requests[-1].prompt_token_ids.tolist() if t < 256)
     assert seen.page.locator(".message").count() == 2
     assert seen.troubles == []
 
@@ -151,7 +151,7 @@ def test_errors_are_shown(server: RunningServer, engine: ScriptedEngine, visit: 
     engine.script = Script()
     seen.send("again")
     seen.answered(3)
-    data = bytes(t for t in engine.requests[-1].prompt_token_ids if t < 256)
+    data = bytes(t for t in engine.requests[-1].prompt_token_ids.tolist() if t < 256)
     assert data.count(b"user\n") == 2
 
 
@@ -214,7 +214,7 @@ def test_keyboard_alone(server: RunningServer, engine: ScriptedEngine, visit: Op
     page.keyboard.type("second line")
     page.keyboard.press("Enter")
     seen.answered()
-    assert b"first line\nsecond line" in bytes(t for t in engine.requests[0].prompt_token_ids if t < 256)
+    assert b"first line\nsecond line" in bytes(t for t in engine.requests[0].prompt_token_ids.tolist() if t < 256)
     expect(page.locator("#input")).to_be_focused()
     expect(page.locator("#input")).to_have_value("")
     # Every control can be reached, and each has a name.

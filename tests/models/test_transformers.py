@@ -65,7 +65,7 @@ def logits_of(engine: Engine, tokens: list[int]) -> np.ndarray:
 
     engine._runner.last_logits = catching_last  # type: ignore[method-assign]
     llm = LLM.from_engine(engine)
-    llm.generate(tokens, SamplingParams(max_tokens=0, prompt_logprobs=0))
+    llm.generate(tokens, SamplingParams(max_tokens=1, prompt_logprobs=0))
     return np.concatenate(rows)
 
 

@@ -16,6 +16,7 @@ from octavo.cache import integrity
 from octavo.config import CachePolicy, EngineConfig
 from octavo.engine.engine import Engine
 from octavo.engine.messages import Delta, Event, Failed, Finished, GenerateRequest, SamplingParams
+from octavo.engine.prompt import prompt_array
 from octavo.errors import CodecRangeError
 from octavo.llm import LLM, RequestOutput
 from octavo.models.spec import ModelWeights, Tensor
@@ -232,8 +233,8 @@ def test_a_batch_mate_that_cannot_be_sealed_changes_nothing(backend: str) -> Non
     with LLM.from_engine(engine):
 
         def submit() -> None:
-            engine.submit(GenerateRequest("good", tuple(tokens), GREEDY), events.put)
-            engine.submit(GenerateRequest("bad", (1, 2, 255, *range(30)), GREEDY), events.put)
+            engine.submit(GenerateRequest("good", prompt_array(tokens), GREEDY), events.put)
+            engine.submit(GenerateRequest("bad", prompt_array([1, 2, 255, *range(30)]), GREEDY), events.put)
 
         engine.call(submit, timeout_s=10)
         seen: list[Event] = []

@@ -134,7 +134,7 @@ class ScriptedEngine:
         self.requests: list[GenerateRequest] = []
         self.cancelled: list[str] = []
         self._running: dict[str, threading.Event] = {}
-        self._pages: set[tuple[str, tuple[int, ...]]] = set()
+        self._pages: set[tuple[str, bytes]] = set()
         self._changed = threading.Condition()
         self._dead = False
         self._hits = self._queries = self._prompt = self._generated = 0
@@ -246,7 +246,7 @@ class ScriptedEngine:
         emit(PromptProgress(request_id, len(prompt), len(prompt)))
         if params.prompt_logprobs is not None:
             n_top = params.prompt_logprobs
-            entries = (None, *(fake_logprob(token, n_top) for token in prompt[1:]))
+            entries = (None, *(fake_logprob(token, n_top) for token in prompt[1:].tolist()))
             emit(PromptLogprobs(request_id, entries))
         choices = [_ChoiceScript(request, index, script) for index in range(params.n)]
         generated = 0
@@ -279,7 +279,7 @@ class ScriptedEngine:
         cached = 0
         if self.info.prefix_cache and request.params.prompt_logprobs is None:
             for end in range(PAGE_SIZE, len(prompt), PAGE_SIZE):
-                if (request.namespace, prompt[:end]) not in self._pages:
+                if (request.namespace, prompt[:end].tobytes()) not in self._pages:
                     break
                 cached = end
         self._hits += cached
@@ -288,7 +288,7 @@ class ScriptedEngine:
     def _publish(self, request: GenerateRequest) -> None:
         prompt = request.prompt_token_ids
         for end in range(PAGE_SIZE, len(prompt) + 1, PAGE_SIZE):
-            self._pages.add((request.namespace, prompt[:end]))
+            self._pages.add((request.namespace, prompt[:end].tobytes()))
 
 
 class _ChoiceScript:

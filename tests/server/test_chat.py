@@ -24,7 +24,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</to
 
 
 def prompt_of(engine: ScriptedEngine) -> str:
-    return engine.tokenizer.decode(engine.requests[-1].prompt_token_ids, skip_special=False)
+    return engine.tokenizer.decode(engine.requests[-1].prompt_token_ids.tolist(), skip_special=False)
 
 
 def test_messages_reach_the_template(client: OpenAI, scripted: ScriptedEngine) -> None:
@@ -48,7 +48,7 @@ def test_messages_reach_the_template(client: OpenAI, scripted: ScriptedEngine) -
         "<|im_start|>assistant\n"
     )
     # The user's "<|im_end|>" is text, not a control token.
-    assert scripted.requests[-1].prompt_token_ids.count(257) == 5
+    assert scripted.requests[-1].prompt_token_ids.tolist().count(257) == 5
 
 
 def test_generation_prompt_can_be_left_out(client: OpenAI, scripted: ScriptedEngine) -> None:

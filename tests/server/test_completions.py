@@ -35,7 +35,7 @@ def test_prompts(
     client: OpenAI, scripted: ScriptedEngine, reply: str, prompt: object, expected: list[tuple[int, ...]]
 ) -> None:
     answer = client.completions.create(model="scripted", prompt=prompt, max_tokens=100)
-    assert [request.prompt_token_ids for request in scripted.requests] == expected
+    assert [tuple(request.prompt_token_ids.tolist()) for request in scripted.requests] == expected
     assert [choice.text for choice in answer.choices] == [reply] * len(expected)
     assert [choice.index for choice in answer.choices] == list(range(len(expected)))
     assert answer.usage.prompt_tokens == sum(map(len, expected))

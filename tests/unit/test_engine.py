@@ -25,6 +25,7 @@ from octavo.engine.messages import (
     SamplingParams,
     Started,
 )
+from octavo.engine.prompt import prompt_array
 from octavo.errors import CodecRangeError, ConfigError, EngineStopped, OverloadedError, RequestError
 from octavo.llm import LLM
 from tests.support.tiny import tiny_engine, tiny_spec
@@ -57,7 +58,7 @@ def submit(
     engine: Engine, tokens: list[int], params: SamplingParams = GREEDY, name: str = "r"
 ) -> queue.SimpleQueue[Event]:
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    engine.submit(GenerateRequest(name, tuple(tokens), params), events.put)
+    engine.submit(GenerateRequest(name, prompt_array(tokens), params), events.put)
     return events
 
 
@@ -295,7 +296,7 @@ def test_a_fault_in_one_request_ends_that_request_alone() -> None:
     engine = tiny_engine(CONFIG)
     with LLM.from_engine(engine) as llm:
         good = llm.generate(prompt(40), GREEDY)
-        accept = engine._new_sequence
+        accept = engine._answers._new_sequence
 
         def planted(request: Any, index: int, seed: int) -> Any:
             sequence = accept(request, index, seed)
@@ -305,7 +306,7 @@ def test_a_fault_in_one_request_ends_that_request_alone() -> None:
                 raise IndexError("planted")
             return sequence
 
-        engine._new_sequence = planted  # type: ignore[method-assign]
+        engine._answers._new_sequence = planted  # type: ignore[method-assign]
         mates = [submit(engine, prompt(40, i), GREEDY, f"good{i}") for i in range(2)]
         for name in ("bad at sampling", "bad at once"):
             assert isinstance(until_over(submit(engine, prompt(40), GREEDY, name))[-1], Failed)

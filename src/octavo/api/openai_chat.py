@@ -20,6 +20,7 @@ from octavo.api.streaming import DONE, EventStreamResponse, Frames, sse_comment,
 from octavo.api.token_labels import ChatTokenLogprob, chat_logprobs
 from octavo.api.tool_calls import Call, Piece, Text, ToolCallObject, ToolCallParser
 from octavo.engine.messages import Delta, Finished, GenerateRequest, PromptProgress, TokenLogprob
+from octavo.engine.prompt import prompt_array
 from octavo.text.tokenizer import Tokenizer
 
 router = APIRouter()
@@ -91,7 +92,9 @@ async def _answer(context: ServerContext, body: ChatCompletionRequest) -> Respon
         render_chat, tokenizer, body.messages, body.offered_tools, body.add_generation_prompt is not False
     )
     chat_id = f"chatcmpl-{uuid.uuid4().hex}"
-    generation = context.generations.open([GenerateRequest(chat_id, prompt, params, body.cache_salt or "")])
+    generation = context.generations.open(
+        [GenerateRequest(chat_id, prompt_array(prompt), params, body.cache_salt or "")]
+    )
     writer = _ChatWriter(context, body, chat_id)
     if not body.stream:
         with generation:
@@ -110,12 +113,12 @@ def render_chat(
     messages: list[Message],
     tools: list[dict[str, Any]] | None,
     add_generation_prompt: bool,
-) -> tuple[int, ...]:
+) -> list[int]:
     """Messages -> prompt ids. Raises ApiError and RequestError."""
     if not tokenizer.has_chat_template:
         raise invalid("this model has no chat template; use /v1/completions", param="messages", code="no_chat_template")
     rendered = [message.for_template(i) for i, message in enumerate(messages)]
-    return tuple(tokenizer.apply_chat_template(rendered, tools=tools, add_generation_prompt=add_generation_prompt))
+    return tokenizer.apply_chat_template(rendered, tools=tools, add_generation_prompt=add_generation_prompt)
 
 
 class _ChatWriter:

@@ -26,6 +26,7 @@ from octavo.engine.messages import (
     PromptProgress,
     TokenLogprob,
 )
+from octavo.engine.prompt import I32, prompt_array
 from octavo.text.tokenizer import Tokenizer
 
 router = APIRouter()
@@ -52,11 +53,11 @@ class Completion(TypedDict):
     usage: NotRequired[Usage | None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class EncodedPrompt:
-    """A prompt as the model reads it and as echo shows it."""
+    """A prompt as the model reads it (int32 [n], read-only) and as echo shows it."""
 
-    token_ids: tuple[int, ...]
+    token_ids: I32
     text: str
 
 
@@ -110,7 +111,7 @@ def encode_prompts(tokenizer: Tokenizer, prompts: list[Prompt], add_special: boo
         if not token_ids:
             raise invalid(f"{param} has no tokens; at least one is needed to go on from", param=param)
         text = prompt if isinstance(prompt, str) else tokenizer.decode(token_ids, skip_special=False)
-        encoded.append(EncodedPrompt(tuple(token_ids), text))
+        encoded.append(EncodedPrompt(prompt_array(token_ids), text))
     return encoded
 
 
@@ -150,7 +151,7 @@ class _CompletionWriter:
                 index = len(choices)
                 token_ids, entries = choice.token_ids, list[TokenLogprob | None](choice.logprobs)
                 if self._body.echo:
-                    token_ids = [*prompt.token_ids, *token_ids]
+                    token_ids = [*prompt.token_ids.tolist(), *token_ids]
                     entries = [*(answer.prompt_logprobs or ()), *entries]
                 choices.append(
                     {
@@ -182,7 +183,7 @@ class _CompletionWriter:
                         echoed.add(index)
                         encoded = self._prompts[prompt]
                         entries = prompt_logprobs.get(prompt, [])
-                        yield self._chunk(index, encoded.text, list(encoded.token_ids), entries)
+                        yield self._chunk(index, encoded.text, encoded.token_ids.tolist(), entries)
                     if event.text or (event.logprobs and self._body.logprobs is not None):
                         yield self._chunk(index, event.text, list(event.token_ids), list(event.logprobs))
                     if event.finish_reason is not None:

@@ -42,7 +42,7 @@ async def tokenize(request: Request) -> Response:
 
 def _encode(tokenizer: Tokenizer, body: TokenizeRequest) -> list[int]:
     if body.messages is not None:
-        return list(render_chat(tokenizer, body.messages, body.offered_tools, body.add_generation_prompt))
+        return render_chat(tokenizer, body.messages, body.offered_tools, body.add_generation_prompt)
     assert body.prompt is not None
     return tokenizer.encode(body.prompt, add_special=body.add_special_tokens, parse_special=True)
 

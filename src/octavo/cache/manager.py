@@ -203,12 +203,14 @@ class KVCache:
 
     def held_bytes(self, tables: Iterable[BlockTable]) -> int:
         """Bytes of the distinct pages that these tables hold."""
-        groups = [own for table in tables for own in table.groups]
-        handles: list[I64] = [own.entries.handles for own in groups]
-        opened = [own.open_page for own in groups if own.open_page is not None]
-        distinct = np.unique(np.concatenate([*handles, np.array(opened, dtype=np.int64)]))
-        sizes = np.array([page_class.page_bytes for page_class in self.classes], dtype=np.int64)
-        return int(sizes[self.arena.page_class[distinct]].sum())
+        held = np.zeros(len(self.arena.page_class), dtype=np.bool_)
+        for table in tables:
+            for own in table.groups:
+                held[own.entries.handles] = True
+                if own.open_page is not None:
+                    held[own.open_page] = True
+        n_pages = np.bincount(self.arena.page_class[held], minlength=len(self.classes))
+        return sum(int(n) * c.page_bytes for n, c in zip(n_pages, self.classes, strict=True))
 
     def stats(self) -> CacheStats:
         usage = tuple(self.arena.usage(page_class.index) for page_class in self.classes)

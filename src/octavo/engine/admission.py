@@ -29,10 +29,10 @@ def checked_max_tokens(request: GenerateRequest, info: EngineInfo) -> int:
 
 def _check_token_ids(request: GenerateRequest, vocab_size: int) -> None:
     prompt, params = request.prompt_token_ids, request.params
-    if not prompt:
+    if not len(prompt):
         raise RequestError("the prompt is empty; it needs at least one token", param="prompt")
     named = {
-        "prompt": (min(prompt), max(prompt)),
+        "prompt": (int(prompt.min()), int(prompt.max())),
         "logit_bias": tuple(params.logit_bias),
         "stop_token_ids": params.stop_token_ids,
     }

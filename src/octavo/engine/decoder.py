@@ -20,7 +20,6 @@ class Decoder:
     """Blocks in order; how each is computed is the backend's matter."""
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights, ops: Ops, page_size: int) -> None:
-        self.spec = spec
         self._ops = ops
         self._embedding = ops.prepare_embedding(weights.embedding)
         self._layers = [

@@ -4,36 +4,24 @@ from __future__ import annotations
 
 import logging
 import queue
-import secrets
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
-import numpy as np
-
 from octavo.cache.manager import KVCache
 from octavo.engine.admission import checked_max_tokens
+from octavo.engine.answering import Answers
+from octavo.engine.choosing import Chooser
 from octavo.engine.client import EngineInfo, EngineStats, FrameMap
-from octavo.engine.messages import (
-    Delta,
-    Failed,
-    Finished,
-    FinishReason,
-    GenerateRequest,
-    PromptLogprobs,
-    PromptProgress,
-    Sink,
-)
-from octavo.engine.output import ChoiceText
-from octavo.engine.request import Request, Sequence, TokenBuffer
-from octavo.engine.runner import PROMPT_LOGIT_ROWS, Runner, StepHidden
-from octavo.engine.sampler import Draw, Sampler, sample, token_logprob
-from octavo.engine.scheduler import ScheduledSequence, Scheduler
+from octavo.engine.messages import Failed, GenerateRequest, Sink
+from octavo.engine.outlet import Outlet
+from octavo.engine.request import Request
+from octavo.engine.runner import Runner
+from octavo.engine.scheduler import Scheduler
 from octavo.engine.snapshot import engine_stats, page_map
-from octavo.errors import CodecRangeError, EngineStopped, OutOfPages, OverloadedError, RequestError
+from octavo.errors import CloseTimeout, EngineStopped, OverloadedError, RequestError
 from octavo.ops.base import Ops
 from octavo.ops.profile import Profile
 from octavo.text.tokenizer import Tokenizer
@@ -95,14 +83,14 @@ class Engine:
         self._scheduler = scheduler
         self._max_queue = max_queue
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
-        self._requests: dict[str, Request] = {}
         self._n_pending = 0
         self._submitting = threading.Lock()
         self._stopped = False
-        self._generation_tokens = 0
         self._steps = 0
         self._closing = False
-        self._died: BaseException | None = None
+        self._died = False
+        self._answers = Answers(tokenizer, cache, scheduler, on_over=self._one_over)
+        self._chooser = Chooser(runner, ops, self._answers.alone)
         self._stats = self._snapshot()
         self._thread = threading.Thread(target=self._main, name="octavo-engine", daemon=True)
         self._thread.start()
@@ -123,7 +111,7 @@ class Engine:
                     retry_after_s=5,
                 )
             self._n_pending += 1
-            self._inbox.put(_Submit(Request(request, sink, max_tokens, eos)))
+            self._inbox.put(_Submit(Request(request, Outlet(sink), max_tokens, eos)))
 
     def cancel(self, request_id: str) -> None:
         self._inbox.put(_Cancel(request_id))
@@ -132,16 +120,26 @@ class Engine:
         return self._stats
 
     def page_map(self) -> list[FrameMap]:
+        # Only the copying is the engine's work.
         return page_map(self.call(self._cache.arena.snapshot, timeout_s=10.0), self._cache.classes)
 
     def is_healthy(self) -> bool:
-        return self._died is None and self._thread.is_alive()
+        return not self._died and self._thread.is_alive()
 
     def close(self) -> None:
-        """Fail what is in flight, end the thread, give the arena back."""
+        """Fail what is in flight, end the thread, give the arena and the weights back. Again: the same, sooner.
+
+        Raises CloseTimeout when the step in progress takes longer than CLOSE_TIMEOUT_S. The engine then counts as dead,
+        and ends when the step does.
+        """
         self._closing = True
         self._inbox.put(_Close())
         self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            self._died = True
+            message = f"the engine did not end within {CLOSE_TIMEOUT_S:g} s; it does when the step in progress has"
+            log.error(message)
+            raise CloseTimeout(message)
 
     def call(self, function: Callable[[], T], *, timeout_s: float) -> T:
         """Run a function on the engine's thread between steps, where the cache is consistent."""
@@ -174,201 +172,43 @@ class Engine:
                 if self._scheduler.has_work():
                     with nullcontext() if self.profile is None else self.profile.step():
                         self._step()
+                self._answers.fail_unheard()
                 self._stats = self._snapshot()
-        except Exception as error:
-            self._died = error
+        except Exception:
+            self._died = True
             log.exception("the engine's thread has died")
         finally:
-            with self._submitting:
-                self._stopped = True
-            for request in list(self._requests.values()):
-                self._fail(request, EngineStopped("the engine stopped before the request was done"))
-            self._drain_after_stop()
-            self._cache.close()
+            self._stop()
 
     def _step(self) -> None:
         step = self._scheduler.schedule()
         if not step:
             # Admission guarantees that the oldest sequence fits alone; if not, refuse it rather than spin.
-            self._fail(self._scheduler.waiting[0].request, RequestError("the request does not fit into the cache"))
+            error = RequestError("the request does not fit into the cache")
+            self._answers.fail(self._scheduler.waiting[0].request, error)
             return
         self._steps += 1
-        try:
-            result = self._runner.run(step)
-        except CodecRangeError as error:
-            self._isolate(step, error)
-            return
-        self._commit(step, result)
+        for part, result in self._scheduler.isolated(step, self._runner.run, self._answers.fail):
+            for item, entries in self._chooser.prompts(part, result):
+                self._answers.take_prompt(item, entries)
+            self._scheduler.commit([item for item in part if item.sequence.table is not None])
+            for chosen in self._chooser.tokens(self._answers.due(part), result):
+                self._answers.take(chosen.sequence, chosen.token, chosen.logprob)
 
-    def _commit(self, step: list[ScheduledSequence], result: StepHidden) -> None:
-        for i, item in enumerate(step):
-            if item.sequence.request.wants_prompt_logprobs and item.sequence.index == 0:
-                with self._alone(item.sequence.request):
-                    self._take_prompt_logprobs(item, result, i)
-        alive = [item for item in step if item.sequence.table is not None]
-        sampling = [i for i, item in enumerate(step) if item.sequence.table is not None and item.samples]
-        prefilling = [item for item in alive if not item.sequence.n_generated and item.sequence.index == 0]
-        self._scheduler.commit(alive)
-        for item in prefilling:
-            request = item.sequence.request
-            done = min(item.sequence.num_computed_tokens, request.n_prompt)
-            request.sink(PromptProgress(request.message.request_id, done, request.n_prompt))
-        if not sampling:
-            return
-        logits = self._runner.last_logits(result, sampling)
-        wanted = [k for k, i in enumerate(sampling) if step[i].sequence.request.message.params.logprobs is not None]
-        logprobs = dict(zip(wanted, self._ops.log_softmax(logits[wanted]), strict=True)) if wanted else {}
-        draws: list[tuple[Sequence, Draw]] = []
-        for k, i in enumerate(sampling):
-            sequence = step[i].sequence
-            if sequence.request.message.request_id not in self._requests:
-                continue  # another choice has failed it just now
-            with self._alone(sequence.request):
-                choices = self._choices(sequence)
-                draws.extend([(choice, choice.sampler.draw(logits, k, len(choice.tokens))) for choice in choices])
-        tokens = sample(self._ops, logits, [draw for _, draw in draws])
-        for (choice, draw), token in zip(draws, tokens, strict=True):
-            if choice.request.message.request_id not in self._requests:
-                continue
-            with self._alone(choice.request):
-                self._append(choice, token, logprobs.get(draw.row))
-
-    @contextmanager
-    def _alone(self, request: Request) -> Iterator[None]:
-        """Work on one request only: a fault in it ends that request, not the engine."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - handed to the request's sink
-            self._fail(request, error)
-
-    def _choices(self, sequence: Sequence) -> list[Sequence]:
-        """The sequence itself, and after its prompt the request's other choices, forked from it."""
-        request = sequence.request
-        if sequence.n_generated or len(request.sequences) > 1 or request.message.params.n == 1:
-            return [sequence]
-        for index in range(1, request.message.params.n):
-            child = self._new_sequence(request, index, sequence.sampler.seed)
-            request.sequences.append(child)
-            self._scheduler.fork(sequence, child)
-        return list(request.sequences)
-
-    def _append(self, sequence: Sequence, token: int, logprobs: np.ndarray | None) -> None:
-        """Take the token that was drawn and emit what it brings."""
-        request = sequence.request
-        if request.max_tokens == 0:
-            self._end(sequence, "", (), (), "length", None)
-            return
-        sequence.sampler.accept(token)
-        entry = () if logprobs is None else (token_logprob(logprobs, token, request.message.params.logprobs or 0),)
-        sequence.tokens.append(token)
-        sequence.n_generated += 1
-        request.completion_tokens += 1
-        self._generation_tokens += 1
-        if request.first_token is None:
-            request.first_token = time.monotonic()
-        params = request.message.params
-        if token in request.eos_token_ids or token in params.stop_token_ids:
-            text = sequence.text.finish()
-            self._end(sequence, text.text, (token,), entry, "stop", token if token in params.stop_token_ids else None)
-            return
-        emitted = sequence.text.push(token)
-        if emitted.stop is not None:
-            self._end(sequence, emitted.text, (token,), entry, "stop", emitted.stop)
-        elif sequence.n_generated >= request.max_tokens:
-            last = sequence.text.finish()
-            reason: FinishReason = "length" if last.stop is None else "stop"
-            self._end(sequence, emitted.text + last.text, (token,), entry, reason, last.stop)
-        else:
-            request.sink(Delta(request.message.request_id, sequence.index, emitted.text, (token,), entry))
-
-    def _end(
-        self,
-        sequence: Sequence,
-        text: str,
-        tokens: tuple[int, ...],
-        entries: tuple,  # type: ignore[type-arg]
-        reason: FinishReason,
-        stop: str | int | None,
-    ) -> None:
-        request = sequence.request
-        self._note_bytes(request)
-        sequence.finish_reason = reason
-        self._scheduler.finish(sequence)
-        request.sink(Delta(request.message.request_id, sequence.index, text, tokens, entries, reason, stop))
-        if request.is_finished and len(request.sequences) >= (1 if reason == "cancelled" else request.message.params.n):
-            self._finish(request)
-
-    def _finish(self, request: Request) -> None:
-        now = time.monotonic()
-        admitted = request.admitted if request.admitted is not None else now
-        self._forget(request)
-        request.sink(
-            Finished(
-                request.message.request_id,
-                request.n_prompt,
-                request.num_cached_tokens or 0,
-                request.completion_tokens,
-                sum(s.preemptions for s in request.sequences),
-                request.peak_kv_bytes,
-                admitted - request.submitted,
-                None if request.first_token is None else request.first_token - request.submitted,
-                now - request.submitted,
-            )
-        )
-
-    def _fail(self, request: Request, error: Exception) -> None:
-        for sequence in request.sequences:
-            if sequence.finish_reason is None:
+    def _stop(self) -> None:
+        """Answer everyone; only then give pages and memory back, which may fail after a death."""
+        with self._submitting:
+            self._stopped = True
+        self._answers.fail_all(EngineStopped("the engine stopped before the request was done"))
+        self._drain_after_stop()
+        for sequence in (*self._scheduler.running, *self._scheduler.waiting):
+            with _logged("a sequence's pages could not be freed"):
                 self._scheduler.finish(sequence)
-        self._forget(request)
-        request.sink(Failed(request.message.request_id, error))
-
-    def _forget(self, request: Request) -> None:
-        if self._requests.pop(request.message.request_id, None) is not None:
-            with self._submitting:
-                self._n_pending -= 1
-
-    def _isolate(self, step: list[ScheduledSequence], error: CodecRangeError) -> None:
-        """A page of some sequence cannot be sealed. Run each alone, so that only that one fails: results are the
-        same to the bit, alone or together."""
-        self._scheduler.rollback(step)
-        if len(step) == 1:
-            self._fail(step[0].sequence.request, error)
-            return
-        for item in step:
-            if item.sequence.table is None or item.sequence.finish_reason is not None:
-                continue
-            try:
-                self._cache.reserve(item.sequence.table, item.n_tokens)
-            except OutOfPages:
-                continue  # a fork took the room; the scheduler comes back to this sequence
-            try:
-                result = self._runner.run([item])
-            except CodecRangeError as own:
-                self._scheduler.rollback([item])
-                self._fail(item.sequence.request, own)
-            else:
-                self._commit([item], result)
-
-    def _take_prompt_logprobs(self, item: ScheduledSequence, result: StepHidden, index: int) -> None:
-        """Logits of row i predict token i + 1 of the prompt."""
-        sequence, request = item.sequence, item.sequence.request
-        n_top = request.message.params.prompt_logprobs or 0
-        entries = request.prompt_logprobs
-        start = sequence.num_computed_tokens
-        prompt = request.message.prompt_token_ids
-        if not entries:
-            entries.append(None)
-        # After a preemption the first rows are computed once more; their entries are there already.
-        first = max(start, len(entries) - 1)
-        end = min(start + item.n_tokens, request.n_prompt - 1)
-        for row in range(first, end, PROMPT_LOGIT_ROWS):
-            n = min(PROMPT_LOGIT_ROWS, end - row)
-            logits = self._runner.logits(result, int(result.row_start[index]) + row - start, n)
-            for i, logprobs in enumerate(self._ops.log_softmax(logits)):
-                entries.append(token_logprob(logprobs, prompt[row + i + 1], n_top))
-        if start + item.n_tokens >= request.n_prompt and not sequence.n_generated:
-            request.sink(PromptLogprobs(request.message.request_id, tuple(entries)))
+        with _logged("the arena could not be given back"):
+            self._ops.forget()
+            self._cache.close()
+        # The weights are theirs. Nothing but this thread has used them.
+        del self._runner, self._chooser, self._ops
 
     # ---- messages ---------------------------------------------------------------------------------------
 
@@ -380,46 +220,13 @@ class Engine:
                 return
             wait = False
             if isinstance(message, _Submit):
-                self._accept(message.request)
+                self._answers.accept(message.request)
             elif isinstance(message, _Cancel):
-                self._cancel_now(message.request_id)
+                self._answers.cancel(message.request_id)
             elif isinstance(message, _Call):
                 message.function()
             else:
                 self._closing = True
-
-    def _accept(self, request: Request) -> None:
-        if request.message.request_id in self._requests:
-            with self._submitting:
-                self._n_pending -= 1
-            error = RequestError(f"request id {request.message.request_id!r} is in use", param="request_id")
-            request.sink(Failed(request.message.request_id, error))
-            return
-        self._requests[request.message.request_id] = request
-        with self._alone(request):
-            params = request.message.params
-            seed = params.seed if params.seed is not None else secrets.randbits(63)
-            request.sequences.append(self._new_sequence(request, 0, seed))
-            self._scheduler.add(request.sequences[0])
-
-    def _new_sequence(self, request: Request, index: int, seed: int) -> Sequence:
-        message = request.message
-        prompt = np.asarray(message.prompt_token_ids, dtype=np.int32)
-        return Sequence(
-            request,
-            index,
-            TokenBuffer(prompt),
-            Sampler(message.params, seed, index, message.prompt_token_ids),
-            ChoiceText(self.tokenizer, message.params.stop_strings),
-        )
-
-    def _cancel_now(self, request_id: str) -> None:
-        request = self._requests.get(request_id)
-        if request is None:
-            return
-        for sequence in request.sequences:
-            if sequence.finish_reason is None:
-                self._end(sequence, "", (), (), "cancelled", None)
 
     def _drain_after_stop(self) -> None:
         """Answer what was submitted while the engine stopped; nobody waits for ever."""
@@ -434,17 +241,23 @@ class Engine:
             elif isinstance(message, _Call):
                 message.function()
 
-    # ---- numbers ----------------------------------------------------------------------------------------
-
-    def _note_bytes(self, request: Request) -> None:
-        """Bytes of the distinct pages that the request holds, at their most: taken when a choice ends."""
-        held = self._cache.held_bytes(s.table for s in request.sequences if s.table is not None)
-        request.peak_kv_bytes = max(request.peak_kv_bytes, held)
+    def _one_over(self) -> None:
+        with self._submitting:
+            self._n_pending -= 1
 
     def _snapshot(self) -> EngineStats:
         return engine_stats(
             self._cache,
             self._scheduler,
-            generation_tokens=self._generation_tokens,
+            generation_tokens=self._answers.generation_tokens,
             steps=self._steps,
         )
+
+
+@contextmanager
+def _logged(what: str) -> Iterator[None]:
+    """Go on after a fault."""
+    try:
+        yield
+    except Exception:
+        log.exception(what)

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from octavo.engine.prompt import I32, MAX_TOKEN_ID, is_prompt_array
 from octavo.errors import RequestError
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 64
-MAX_TOKEN_ID = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,15 +120,20 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class GenerateRequest:
-    """What the engine is asked to do.
+    """What the engine is asked to do. Compared by identity; `request_id` names it.
 
-    `namespace` divides the prefix cache: requests share pages only within one namespace (a client's cache salt).
+    Attributes:
+        request_id: unique among the requests that are in flight.
+        prompt_token_ids: int32 [n], read-only, as `octavo.engine.prompt.prompt_array` makes it.
+        namespace: divides the prefix cache: requests share pages only within one (a client's cache salt).
+
+    Raises RequestError where a field has another type.
     """
 
     request_id: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: I32
     params: SamplingParams
     namespace: str = ""
 
@@ -136,9 +141,10 @@ class GenerateRequest:
         for name, value in (("request_id", self.request_id), ("namespace", self.namespace)):
             if not isinstance(value, str):
                 raise RequestError(f"{name} must be a string, got {_shown(value)}", param=name)
-        for token in self.prompt_token_ids:
-            if type(token) is not int:
-                raise RequestError(f"a prompt's token ids are integers, got {_shown(token)}", param="prompt")
+        if not is_prompt_array(self.prompt_token_ids):
+            raise RequestError(
+                f"a prompt is an array made by prompt_array, got {_shown(self.prompt_token_ids)}", param="prompt"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from octavo.cache.table import BlockTable
-from octavo.engine.messages import FinishReason, GenerateRequest, Sink, TokenLogprob
+from octavo.engine.messages import FinishReason, GenerateRequest, TokenLogprob
+from octavo.engine.outlet import Outlet
 from octavo.engine.output import ChoiceText
+from octavo.engine.prompt import I32
 from octavo.engine.sampler import Sampler
-
-I32 = NDArray[np.int32]
 
 
 class TokenBuffer:
@@ -76,10 +76,13 @@ class Sequence:
 
 @dataclass(eq=False)
 class Request:
-    """A request in the engine. Sequence 0 computes the prompt; the others are forked from it."""
+    """A request in the engine. Sequence 0 computes the prompt; the others are forked from it.
+
+    `holds_more` is set by each step that computes for it, and cleared when `peak_kv_bytes` is brought up to date.
+    """
 
     message: GenerateRequest
-    sink: Sink
+    sink: Outlet
     max_tokens: int
     eos_token_ids: frozenset[int]
     sequences: list[Sequence] = field(default_factory=list)
@@ -90,10 +93,20 @@ class Request:
     admitted: float | None = None
     first_token: float | None = None
     peak_kv_bytes: int = 0
+    holds_more: bool = False
 
     @property
     def n_prompt(self) -> int:
         return len(self.message.prompt_token_ids)
+
+    @cached_property
+    def penalized_prompt_ids(self) -> list[int]:
+        """The distinct ids of the prompt where repeating them is penalized, else none. Once for all choices: these are
+        no more than the vocabulary, however long the prompt is."""
+        if self.message.params.repetition_penalty == 1.0:
+            return []
+        ids: list[int] = np.unique(self.message.prompt_token_ids).tolist()
+        return ids
 
     @property
     def wants_prompt_logprobs(self) -> bool:

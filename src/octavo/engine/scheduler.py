@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,8 +20,10 @@ from octavo.cache.manager import KVCache
 from octavo.cache.radix import PrefixIdentity
 from octavo.cache.table import BlockTable
 from octavo.engine.messages import Started
-from octavo.engine.request import Sequence
-from octavo.errors import OutOfPages
+from octavo.engine.request import Request, Sequence
+from octavo.errors import CodecRangeError, OutOfPages
+
+T = TypeVar("T")
 
 #: Steps after which one that found no room looks again though nobody has left.
 ADMISSION_RETRY_STEPS = 16
@@ -31,11 +35,6 @@ class ScheduledSequence:
 
     sequence: Sequence
     n_tokens: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether this step reaches the sequence's end, so that a token can be sampled."""
-        return self.n_tokens == self.sequence.num_remaining_tokens
 
 
 class Scheduler:
@@ -126,6 +125,36 @@ class Scheduler:
         for item in step:
             if item.sequence.table is not None:
                 self._cache.rollback(item.sequence.table)
+
+    def isolated(
+        self,
+        step: list[ScheduledSequence],
+        run: Callable[[list[ScheduledSequence]], T],
+        fail: Callable[[Request, Exception], None],
+    ) -> Iterator[tuple[list[ScheduledSequence], T]]:
+        """Run a step: the items that ran together, and the result of `run`.
+
+        When a page of some sequence cannot be sealed, each runs alone, so that only that one fails: results are the
+        same to the bit, alone or together. Each pair must be dealt with before the next is asked for.
+        """
+        try:
+            result = run(step)
+        except CodecRangeError as error:
+            self.rollback(step)
+            if len(step) == 1:
+                fail(step[0].sequence.request, error)
+                return
+        else:
+            yield step, result
+            return
+        for item in step:
+            if item.sequence.table is None:
+                continue  # its request has failed
+            try:
+                self._cache.reserve(item.sequence.table, item.n_tokens)
+            except OutOfPages:
+                continue  # a fork took the room; the scheduler comes back to this sequence
+            yield from self.isolated([item], run, fail)
 
     def finish(self, sequence: Sequence) -> None:
         """Forget a sequence at any stage and release its pages."""

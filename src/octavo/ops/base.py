@@ -140,3 +140,7 @@ class Ops(Protocol):
     def sample(self, logits: F32, sampling: Sampling) -> I32:
         """float32 [m, vocab] -> int32 [m], a token for each row; -1 for a row with a NaN or +inf, or of -inf alone."""
         ...
+
+    def forget(self) -> None:
+        """Let go of the last batch, and with it of the arena. Not while a block runs; another batch may follow."""
+        ...

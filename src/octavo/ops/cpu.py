@@ -100,6 +100,9 @@ class CpuOps:
         _cpu.sample(self.context, logits, s.temperature, s.top_k, s.top_p, s.min_p, s.uniform, out)
         return out
 
+    def forget(self) -> None:
+        self._attention.forget()
+
 
 def _at_least(buffer: F32, rows: int, cols: int) -> F32:
     """The buffer, or a larger one in its place."""

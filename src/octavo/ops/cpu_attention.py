@@ -69,6 +69,12 @@ class CpuAttention:
             self._assign(batch)
         block.run(self._context, self._step, hidden)
 
+    def forget(self) -> None:
+        """Drop the last batch: it and the step hold the arena."""
+        self._batch = None
+        if self._step is not None:
+            self._step.clear()
+
     def _set_model(self, spec: ModelSpec, page_size: int) -> None:
         if self._spec is not None:
             if (spec, page_size) != (self._spec, self._page_size):

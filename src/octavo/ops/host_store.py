@@ -20,10 +20,11 @@ class HostStore:
     """
 
     def __init__(self, n_bytes: int) -> None:
-        self._mapped = mmap.mmap(-1, n_bytes)
+        mapped = mmap.mmap(-1, n_bytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._mapped.madvise(mmap.MADV_HUGEPAGE)
-        self.memory: NDArray[np.uint8] = np.frombuffer(self._mapped, dtype=np.uint8)
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+        # The array alone keeps it mapped.
+        self.memory: NDArray[np.uint8] = np.frombuffer(mapped, dtype=np.uint8)
 
     @property
     def n_bytes(self) -> int:

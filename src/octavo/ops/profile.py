@@ -137,3 +137,6 @@ class ProfiledOps:
     def sample(self, logits: F32, sampling: Sampling) -> I32:
         with self._profile.part("sampling"):
             return self._ops.sample(logits, sampling)
+
+    def forget(self) -> None:
+        self._ops.forget()

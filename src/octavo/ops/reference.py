@@ -178,6 +178,9 @@ class ReferenceOps:
             )
         return out
 
+    def forget(self) -> None:
+        self._batch, self._overwritten = None, []
+
     def _attend_segment(self, block: _Attention, hidden: F32, batch: Batch, s: int) -> None:
         spec, size = block.spec, block.page_size
         first, last = int(batch.row_start[s]), int(batch.row_start[s + 1])

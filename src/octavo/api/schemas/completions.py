@@ -75,6 +75,8 @@ def _is_token_ids(value: object) -> bool:
 
 def check_token_ids(token_ids: list[int], vocab_size: int, param: str) -> None:
     """Raises ApiError for the first id outside the vocabulary."""
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        return  # without a Python step per token
     for position, token in enumerate(token_ids):
         if not 0 <= token < vocab_size:
             message = f"{param}: token ids are 0 to {vocab_size - 1}, got {token} at position {position}"
