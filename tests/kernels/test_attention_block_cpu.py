@@ -15,7 +15,6 @@ from octavo.cache.format import Form, build_format
 from octavo.errors import CodecRangeError, LoadError, UnsupportedError
 from octavo.models.rope import rope_tables
 from octavo.models.spec import AttentionWeights, ModelSpec, RopeScaling, RopeSpec, Tensor
-from octavo.ops.base import Batch
 from octavo.ops.cpu_attention import CpuAttention
 
 from .paged_world import F32, Seq, Shape, World, reference
@@ -90,22 +89,18 @@ class Block:
         self.ops = CpuAttention(self.world.context)
         formats = [build_format(spec.cache_spec().groups[0], shape.page_size, Form(k, v)) for k, v in codecs]
         early, late = formats[: len(formats) // 2], formats[len(formats) // 2 :]
-        ids = [self.ops.add_format(f) for f in early]  # before the model is known, and after
+        ids = [self.ops.add_format(0, f) for f in early]  # before the model is known, and after
         self.blocks = [self.ops.prepare(spec, i, weights, shape.page_size) for i in range(shape.n_layers)]
-        ids += [self.ops.add_format(f) for f in late]
+        ids += [self.ops.add_format(0, f) for f in late]
         assert ids == list(range(len(formats)))
-        assert [self.ops.add_format(f) for f in formats] == ids
+        assert [self.ops.add_format(0, f) for f in formats] == ids
 
     def sequence(self, hidden: F32, format_of: Any = lambda page: 0) -> Seq:
         """hidden [n_layers, n, d_model]"""
         return Seq(hidden, format_of, open_offset=self.world.alloc(self.world.open_format))
 
     def step(self, *work: tuple[Seq, int]) -> None:
-        batch = Batch(
-            memory=self.world.memory,
-            tokens=np.zeros(sum(n for _, n in work), np.int32),
-            **self.world.arrays(work),
-        )
+        batch = self.world.batch(work)
         out = np.stack([np.concatenate([s.qkv[i, s.position : s.position + n] for s, n in work])
                         for i in range(len(self.blocks))])  # fmt: skip
         for block, hidden in zip(self.blocks, out, strict=True):
@@ -240,7 +235,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         CpuAttention(context).prepare(spec, 0, replace(weights, q_norm=np.ones(16, np.float32)), 16)
     with pytest.raises(UnsupportedError, match="bias on 1"):
         CpuAttention(context).prepare(spec, 0, replace(weights, q_bias=np.ones(128, np.float32)), 16)
-    with pytest.raises(UnsupportedError, match="multiple of 8, got 36"):
+    with pytest.raises(UnsupportedError, match="multiple of 8 up to 1016, got 36"):
         CpuAttention(context).prepare(replace(spec, head_dim=36), 0, weights, 16)
     with pytest.raises(UnsupportedError, match="do not divide"):
         CpuAttention(context).prepare(replace(spec, n_heads=3), 0, weights, 16)

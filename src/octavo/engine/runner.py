@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from octavo.cache.manager import KVCache
 from octavo.engine.decoder import Decoder
 from octavo.engine.scheduler import ScheduledSequence
-from octavo.ops.base import Batch, Ops
+from octavo.ops.base import Batch, GroupEntries, Ops
 
 F32 = NDArray[np.float32]
 
@@ -32,10 +32,14 @@ class Runner:
     def __init__(self, model: Decoder, ops: Ops, cache: KVCache) -> None:
         self._model = model
         self._cache = cache
-        self._format = ops.add_format(cache.footprint.sealed)
+        self._format = ops.add_format(0, cache.footprint.sealed)
 
     def run(self, step: list[ScheduledSequence]) -> StepHidden:
-        """Compute the step's rows and write their keys and values. Raises CodecRangeError; pages are then undefined."""
+        """Compute the step's rows and write their keys and values.
+
+        Raises CodecRangeError. Sealed pages that were reserved for this step are then undefined; open pages are as they
+        were before it, so that its sequences can be run again.
+        """
         batch = self._batch(step)
         return StepHidden(self._model.forward(batch), batch.row_start)
 
@@ -66,13 +70,22 @@ class Runner:
             tokens.append(item.sequence.tokens.view()[start : start + item.n_tokens])
             offsets.append(cache.offsets(table.pages))
         page_offset = np.concatenate(offsets)
+        # Tables hold every page from position 0 on.
+        first_entry = np.repeat(entry_start[:-1], np.diff(entry_start))
+        page_size = cache.footprint.page_size
+        pages = GroupEntries(
+            first_list=np.arange(n + 1, dtype=np.int32),
+            entry_start=entry_start,
+            page_offset=page_offset,
+            page_format=np.full(len(page_offset), self._format, dtype=np.uint8),
+            position=(np.arange(len(page_offset), dtype=np.int32) - first_entry) * np.int32(page_size),
+            n_tokens=np.full(len(page_offset), page_size, dtype=np.int32),
+            open_offset=open_offset,
+        )
         return Batch(
             memory=cache.arena.memory,
             tokens=np.concatenate(tokens),
             row_start=row_start,
             position=position,
-            entry_start=entry_start,
-            page_offset=page_offset,
-            page_format=np.full(len(page_offset), self._format, dtype=np.uint8),
-            open_offset=open_offset,
+            groups=(pages,),
         )

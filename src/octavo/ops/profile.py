@@ -106,8 +106,8 @@ class ProfiledOps:
     def prepare_head(self, spec: ModelSpec, norm: F32, weight: Tensor) -> Any:
         return self._ops.prepare_head(spec, norm, weight)
 
-    def add_format(self, fmt: PageFormat) -> int:
-        return self._ops.add_format(fmt)
+    def add_format(self, group: int, fmt: PageFormat) -> int:
+        return self._ops.add_format(group, fmt)
 
     def embed(self, embedding: Any, tokens: I32) -> F32:
         with self._profile.part("embedding"):
