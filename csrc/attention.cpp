@@ -156,8 +156,7 @@ class AttentionRun {
   }
 
   /// The list that a head of a segment reads.
-  const Step::List& list_of(size_t segment, size_t head) const { return step_.lists_[list_index(segment, head)]; }
-  size_t list_index(size_t segment, size_t head) const {
+  size_t list_of(size_t segment, size_t head) const {
     const Step::Segment& s = step_.segments_[segment];
     return s.first_list + (s.per_head ? p_.layer * heads_ + head : 0);
   }
@@ -165,7 +164,7 @@ class AttentionRun {
   /// Encodes one head of an own page.
   void seal(const Step::OwnPage& own, size_t head, float* scratch) const {
     const ExactPage page = exact_page(own);
-    const Step::List& list = list_of(own.segment, head);
+    const Step::List& list = step_.lists_[list_of(own.segment, head)];
     const Step::Entry& entry =
         step_.entries_[list.first + list.before + own.page - step_.segments_[own.segment].first_page];
     const LayerPlanes& planes = cache_.formats[entry.format].layers[p_.layer];
@@ -202,7 +201,7 @@ class AttentionRun {
   Step::Reading reading_of(const Step::Tile& tile, size_t head) const {
     if (!tile.per_head) return tile.reading;
     const Step::OwnPage& own = step_.own_[tile.own];
-    return step_.reading(own, list_index(own.segment, head));
+    return step_.reading(own, list_of(own.segment, head));
   }
 
   Start start_of(size_t i) const {

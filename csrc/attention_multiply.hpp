@@ -221,6 +221,20 @@ OCTAVO_INLINE void dot_head(const Product& p, const Reader& reader, const Affine
     }
 }
 
+/// read_terms of a head of which the first `used` rows alone count: from a copy to `room`, 2 n_scales numbers, in which
+/// the others have the smallest scale and the minimum 0, whatever was stored.
+__attribute__((noinline)) static bool read_used_terms(const Product& p, uint16_t* room, AffineTerms* terms) {
+  const PlaneShape& s = *p.shape;
+  const HeadParts parts = head_parts(s, p.coding, p.head);
+  const size_t rows = n_rows(s, p.coding.role), n = n_scales(s, p.coding);
+  uint16_t *scales = room, *minima = room + n;
+  __builtin_memcpy(scales, p.plane + parts.scales, 2 * n);
+  __builtin_memcpy(minima, p.plane + parts.minima, 2 * n);
+  for (size_t group = 0; group < n; group += rows)
+    for (size_t i = group + p.used; i < group + rows; ++i) scales[i] = 1, minima[i] = 0;
+  return read_terms(reinterpret_cast<const uint8_t*>(scales), reinterpret_cast<const uint8_t*>(minima), n, terms);
+}
+
 /// False where a stored scale is bad.
 OCTAVO_INLINE bool multiply_affine(const Product& p) {
   const size_t rows = n_rows(*p.shape, p.coding.role), columns = n_columns(*p.shape, p.coding.role);
@@ -229,8 +243,7 @@ OCTAVO_INLINE bool multiply_affine(const Product& p) {
   AffineTerms terms;
   const bool good =
       p.used == rows ? read_terms(*p.shape, p.coding, p.head, p.plane, &terms)
-                     : read_used_terms(*p.shape, p.coding, p.head, p.plane, p.used,
-                                       reinterpret_cast<uint16_t*>(weights + kCodeRows * rows), &terms);
+                     : read_used_terms(p, reinterpret_cast<uint16_t*>(weights + kCodeRows * rows), &terms);
   if (!good) return false;
   with_codes(*p.shape, p.coding, p.head, p.plane, [&](const auto& reader) {
     if (p.n <= kCodeRows)

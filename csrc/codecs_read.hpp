@@ -196,20 +196,6 @@ OCTAVO_INLINE bool read_terms(const PlaneShape& s, Coding c, size_t head, const 
   return read_terms(plane + parts.scales, plane + parts.minima, n_scales(s, c), terms);
 }
 
-/// The same of a head of which the first `used` rows alone count: from a copy to `room`, 2 * n_scales(s, c) numbers, in
-/// which the others have the smallest scale and the minimum 0, whatever was stored.
-OCTAVO_INLINE bool read_used_terms(const PlaneShape& s, Coding c, size_t head, const uint8_t* plane, size_t used,
-                                   uint16_t* room, AffineTerms* terms) {
-  const HeadParts parts = head_parts(s, c, head);
-  const size_t rows = n_rows(s, c.role), n = n_scales(s, c);
-  uint16_t *scales = room, *minima = room + n;
-  __builtin_memcpy(scales, plane + parts.scales, 2 * n);
-  __builtin_memcpy(minima, plane + parts.minima, 2 * n);
-  for (size_t group = 0; group < n; group += rows)
-    for (size_t i = group + used; i < group + rows; ++i) scales[i] = 1, minima[i] = 0;
-  return read_terms(reinterpret_cast<const uint8_t*>(scales), reinterpret_cast<const uint8_t*>(minima), n, terms);
-}
-
 /// Calls f(reader) with the reader of one head that is stored exactly.
 template <class F>
 OCTAVO_INLINE void with_values(const PlaneShape& s, Coding c, size_t head, const uint8_t* plane, F&& f) {

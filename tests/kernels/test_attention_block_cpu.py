@@ -122,7 +122,7 @@ def expected(world: World, spec: ModelSpec, weights: AttentionWeights, dense: di
         qkv += np.concatenate([weights.q_bias, weights.k_bias, weights.v_bias])
     world.q_norm, world.k_norm = weights.q_norm, weights.k_norm
     world.cos, world.sin = rope_tables(spec.rope, len(hidden))
-    projected = Seq(qkv[None].astype(np.float32), seq.format_of)
+    projected = Seq(qkv[None].astype(np.float32), seq.format_of, pruned=seq.pruned)
     attended, _, _ = reference(world, projected, 0, len(hidden))
     return hidden + attended @ dense["o"].T.astype(np.float64)
 
@@ -243,3 +243,25 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     ops.prepare(spec, 0, weights, 16)
     with pytest.raises(ValueError, match="one model"):
         ops.prepare(spec, 0, weights, 32)
+
+
+def test_refused_sharing_is_counted() -> None:
+    """Tiles that would have shared pages, over all steps."""
+    shape = Shape(16, 1, 1, 32)
+    spec = spec_of(shape)
+    weights, _ = weights_of(spec, "F32")
+    counts = []
+    for partial_bytes in (64 << 20, 0):
+        block = Block(spec, shape, weights, [("int8", "int8")])
+        block.ops._groups[0].step = _cpu.Step(block.ops._groups[0].cache, partial_bytes)
+        hidden = np.random.default_rng(0).standard_normal((1, 300, D_MODEL)).astype(np.float32)
+        trunk = block.sequence(hidden)
+        block.step((trunk, 256))
+        before = block.ops.cascade_refused
+        mates = [block.sequence(hidden) for _ in range(3)]
+        for seq in mates:
+            seq.position, seq.pages = 256, trunk.pages[:]
+        for _ in range(2):
+            block.step(*[(seq, 1) for seq in mates])
+        counts.append(block.ops.cascade_refused - before)
+    assert counts == [0, 2 * 3]
