@@ -13,7 +13,45 @@ namespace {
 
 enum AttentionSlot : int { kSlotQ = kSlotAttention + 1, kSlotExact, kSlotPartials, kSlotThreads };
 
+/// Exact keys and values in one layer.
+struct ExactPage {
+  float* keys;
+  float* values;
+};
+
+ExactPage open_page(const CacheLayout& cache, uint8_t* page, size_t layer) {
+  const LayerPlanes& planes = cache.open.layers[layer];
+  return {reinterpret_cast<float*>(page + planes.key_offset), reinterpret_cast<float*>(page + planes.value_offset)};
+}
+
+/// Copies n tokens' keys (rows of n floats, the steps apart) and values (per head, the steps apart).
+void copy_tokens(const PlaneShape& shape, size_t n, const ExactPage& from, size_t from_row, size_t from_head,
+                 const ExactPage& to, size_t to_row, size_t to_head) {
+  const size_t d = shape.head_dim, heads = shape.n_heads;
+  for (size_t c = 0; c < heads * d; ++c)
+    std::memcpy(to.keys + c * to_row, from.keys + c * from_row, n * sizeof(float));
+  for (size_t h = 0; h < heads; ++h)
+    std::memcpy(to.values + h * to_head, from.values + h * from_head, n * d * sizeof(float));
+}
+
 }  // namespace
+
+void Step::restore() const {
+  const PlaneShape& shape = cache_->shape.plane;
+  for (size_t i = 0; i < n_direct_; ++i) {
+    const OwnPage& own = own_[i];
+    if (own.gather == 0) continue;
+    for (size_t layer = 0; layer < layer_saved_.size(); ++layer) {
+      if (layer_saved_[layer] == 0) continue;
+      float* keys = saved_tokens(own, layer);
+      copy_tokens(shape, own.gather, {keys, keys + own.gather * shape.n_heads * shape.head_dim}, own.gather,
+                  own.gather * shape.head_dim,
+                  open_page(*cache_, memory_ + segments_[own.segment].open_offset, layer), shape.page_size,
+                  shape.page_size * shape.head_dim);
+    }
+  }
+  std::fill(layer_saved_.begin(), layer_saved_.end(), uint8_t{0});
+}
 
 /// The phases of one layer.
 class AttentionRun {
@@ -42,11 +80,11 @@ class AttentionRun {
   void run() {
     for (size_t i = 0; i < step_.n_direct_; ++i)
       if (step_.own_[i].gather > 0) gather(step_.own_[i]);
+    step_.layer_saved_[p_.layer] = 1;
     try {
       work();
     } catch (...) {
-      for (size_t i = 0; i < step_.n_direct_; ++i)
-        if (step_.own_[i].gather > 0) put_back(step_.own_[i]);
+      step_.restore();
       throw;
     }
   }
@@ -72,53 +110,21 @@ class AttentionRun {
     }
   }
 
-  struct ExactPage {
-    float* keys;
-    float* values;
-  };
-
   float* thread_scratch(int thread) const { return threads_ + static_cast<size_t>(thread) * thread_floats_; }
 
-  ExactPage open_page(int64_t offset, size_t layer) const {
-    const LayerPlanes& planes = cache_.open.layers[layer];
-    uint8_t* page = step_.memory_ + offset;
-    return {reinterpret_cast<float*>(page + planes.key_offset), reinterpret_cast<float*>(page + planes.value_offset)};
-  }
-
   ExactPage exact_page(const Step::OwnPage& own) const {
-    if (own.open_offset >= 0) return open_page(own.open_offset, p_.layer);
+    if (own.open_offset >= 0) return open_page(cache_, step_.memory_ + own.open_offset, p_.layer);
     float* page = exact_ + own.scratch * 2 * heads_ * head_page_;
     return {page, page + heads_ * head_page_};
   }
 
-  /// Copies n tokens' keys (rows of n floats, the steps apart) and values (per head, the steps apart).
-  void copy_tokens(size_t n, const ExactPage& from, size_t from_row, size_t from_head, const ExactPage& to,
-                   size_t to_row, size_t to_head) const {
-    for (size_t c = 0; c < heads_ * d_; ++c)
-      std::memcpy(to.keys + c * to_row, from.keys + c * from_row, n * sizeof(float));
-    for (size_t h = 0; h < heads_; ++h)
-      std::memcpy(to.values + h * to_head, from.values + h * from_head, n * d_ * sizeof(float));
-  }
-
-  ExactPage saved_tokens(const Step::OwnPage& own, size_t layer) const {
-    float* keys = step_.saved_.data() + layer * step_.saved_floats_ + own.saved;
-    return {keys, keys + own.gather * heads_ * d_};
-  }
-
   /// Copies the tokens before the segment from its open page to the scratch page that completes it, and saves them.
   void gather(const Step::OwnPage& own) const {
-    const ExactPage from = open_page(step_.segment_open_[own.segment], p_.layer);
-    const size_t tokens = shape_.plane.page_size;
-    copy_tokens(own.gather, from, tokens, head_page_, exact_page(own), tokens, head_page_);
-    copy_tokens(own.gather, from, tokens, head_page_, saved_tokens(own, p_.layer), own.gather, own.gather * d_);
-  }
-
-  /// The saved tokens of this layer and those before go back to the open page.
-  void put_back(const Step::OwnPage& own) const {
-    const size_t tokens = shape_.plane.page_size;
-    for (size_t layer = 0; layer <= p_.layer; ++layer)
-      copy_tokens(own.gather, saved_tokens(own, layer), own.gather, own.gather * d_,
-                  open_page(step_.segment_open_[own.segment], layer), tokens, head_page_);
+    const ExactPage from = open_page(cache_, step_.memory_ + step_.segments_[own.segment].open_offset, p_.layer);
+    const size_t tokens = shape_.plane.page_size, n = own.gather;
+    float* saved = step_.saved_tokens(own, p_.layer);
+    copy_tokens(shape_.plane, n, from, tokens, head_page_, exact_page(own), tokens, head_page_);
+    copy_tokens(shape_.plane, n, from, tokens, head_page_, {saved, saved + n * heads_ * d_}, n, n * d_);
   }
 
   /// Writes the rows of own pages [first, first + n).
@@ -149,12 +155,20 @@ class AttentionRun {
     });
   }
 
+  /// The list that a head of a segment reads.
+  size_t list_of(size_t segment, size_t head) const {
+    const Step::Segment& s = step_.segments_[segment];
+    return s.first_list + (s.per_head ? p_.layer * heads_ + head : 0);
+  }
+
   /// Encodes one head of an own page.
   void seal(const Step::OwnPage& own, size_t head, float* scratch) const {
     const ExactPage page = exact_page(own);
-    const size_t entry = step_.entry_start_[own.segment] + own.page;
-    const LayerPlanes& planes = cache_.formats[step_.page_format_[entry]].layers[p_.layer];
-    uint8_t* to = step_.memory_ + step_.page_offset_[entry];
+    const Step::List& list = step_.lists_[list_of(own.segment, head)];
+    const Step::Entry& entry =
+        step_.entries_[list.first + list.before + own.page - step_.segments_[own.segment].first_page];
+    const LayerPlanes& planes = cache_.formats[entry.format].layers[p_.layer];
+    uint8_t* to = step_.memory_ + entry.offset;
     seal_plane(own, planes.key, head, page.keys + head * head_page_, scratch, to + planes.key_offset);
     seal_plane(own, planes.value, head, page.values + head * head_page_, scratch, to + planes.value_offset);
   }
@@ -171,7 +185,7 @@ class AttentionRun {
           where = "token " + std::to_string(first + (coding.role == Role::key ? i % tokens : i / d_));
           break;
         }
-    throw CodecRangeError(codec_error(coding, head, status) + " (layer " + std::to_string(p_.layer) + ", " + where +
+    throw CodecRangeError(codec_error(coding, head, status) + " (layer " + std::to_string(p_.model_layer) + ", " + where +
                           ")");
   }
 
@@ -180,13 +194,21 @@ class AttentionRun {
   /// What is read first in a task.
   struct Start {
     const Step::Tile* tile;  // or null
+    Step::Reading reading;
     size_t head, split;
   };
+
+  Step::Reading reading_of(const Step::Tile& tile, size_t head) const {
+    if (!tile.per_head) return tile.reading;
+    const Step::OwnPage& own = step_.own_[tile.own];
+    return step_.reading(own, list_of(own.segment, head));
+  }
 
   Start start_of(size_t i) const {
     if (i >= step_.tasks_.size()) return {};
     const Step::Task& task = step_.tasks_[i];
-    return {&step_.tiles_[step_.members_[task.first]], task.head, task.split == Step::kAllSplits ? 0 : task.split};
+    const Step::Tile& tile = step_.tiles_[step_.members_[task.first]];
+    return {&tile, reading_of(tile, task.head), task.head, task.split == Step::kAllSplits ? 0 : task.split};
   }
 
   void attend_task(size_t i, float* scratch) const {
@@ -198,16 +220,18 @@ class AttentionRun {
     const Step::Tile& tile = step_.tiles_[*members];
     const size_t rows = tile.n_rows * group_;
     if (task.split != Step::kAllSplits) {
-      attend_split({&tile, task.head, task.split}, own_queries(tile, task.head),
+      attend_split({&tile, tile.reading, task.head, task.split}, own_queries(tile, task.head),
                    tile_partial(tile, task.head, task.split), next_task, scratch);
       return;
     }
     const Partial sum = partial_at(scratch + split_floats_, rows);
     const Partial next = partial_at(scratch + split_floats_ + tile_partial_, rows);
-    const auto then = [&](size_t s) { return s + 1 < tile.n_splits ? Start{&tile, task.head, s + 1} : next_task; };
-    attend_split({&tile, task.head, 0}, own_queries(tile, task.head), sum, then(0), scratch);
-    for (size_t s = 1; s < tile.n_splits; ++s) {
-      attend_split({&tile, task.head, s}, own_queries(tile, task.head), next, then(s), scratch);
+    const Step::Reading reading = reading_of(tile, task.head);
+    const auto at = [&](size_t s) { return Start{&tile, reading, task.head, s}; };
+    const auto then = [&](size_t s) { return s + 1 < reading.n_splits ? at(s + 1) : next_task; };
+    attend_split(at(0), own_queries(tile, task.head), sum, then(0), scratch);
+    for (size_t s = 1; s < reading.n_splits; ++s) {
+      attend_split(at(s), own_queries(tile, task.head), next, then(s), scratch);
       context_.kernels.attention.merge(sum, next, rows, d_);
     }
     finish(tile, task.head, sum);
@@ -226,7 +250,8 @@ class AttentionRun {
       rows += from.n;
     }
     const Partial all = partial_at(q_rotated + step_.gather_rows_ * d_, rows);
-    attend_split({&step_.tiles_[members[0]], task.head, task.split},
+    const Step::Tile& any = step_.tiles_[members[0]];
+    attend_split({&any, any.reading, task.head, task.split},
                  {q, q_rotated_ != nullptr ? q_rotated : nullptr, rows}, all, next, scratch);
     size_t row = 0;
     for (uint32_t i = 0; i < task.n; ++i) {
@@ -242,12 +267,12 @@ class AttentionRun {
 
   Partial tile_partial(const Step::Tile& tile, size_t head, size_t split) const {
     const size_t rows = tile.n_rows * group_;
-    return partial_at(partials_ + (tile.partial + (head * tile.n_splits + split) * rows) * (d_ + 2), rows);
+    return partial_at(partials_ + (tile.partial + (head * tile.reading.n_splits + split) * rows) * (d_ + 2), rows);
   }
 
   void merge_tile(const Step::Tile& tile, size_t head) const {
     const Partial sum = tile_partial(tile, head, 0);
-    for (size_t s = 1; s < tile.n_splits; ++s)
+    for (size_t s = 1; s < tile.reading.n_splits; ++s)
       context_.kernels.attention.merge(sum, tile_partial(tile, head, s), tile.n_rows * group_, d_);
     finish(tile, head, sum);
   }
@@ -258,11 +283,10 @@ class AttentionRun {
                                       out_ + tile.first_row * token_step + head * group_ * d_);
   }
 
-  SealedPage sealed_page(const Step::OwnPage& own, size_t page) const {
-    const size_t entry = step_.entry_start_[own.segment] + page;
-    const LayerPlanes& planes = cache_.formats[step_.page_format_[entry]].layers[p_.layer];
-    const uint8_t* memory = step_.memory_ + step_.page_offset_[entry];
-    return {memory + planes.key_offset, memory + planes.value_offset, planes.key, planes.value};
+  SealedPage sealed_page(const Step::Entry& entry) const {
+    const LayerPlanes& planes = cache_.formats[entry.format].layers[p_.layer];
+    const uint8_t* memory = step_.memory_ + entry.offset;
+    return {memory + planes.key_offset, memory + planes.value_offset, planes.key, planes.value, entry.n_tokens};
   }
 
   /// Query heads of one KV head.
@@ -283,21 +307,24 @@ class AttentionRun {
     const Step::Tile& tile = *at.tile;
     const size_t head = at.head, split = at.split;
     const Step::OwnPage& own = step_.own_[tile.own];
-    const size_t first = split * shape_.split_pages, last = std::min(first + shape_.split_pages, own.page);
+    const auto [first, last] = step_.split_entries(at.reading, split);
     SealedPage pages[kMaxSplitPages];
     SplitJob job{};
     job.shape = &shape_;
     job.head = head;
     job.pages = pages;
     job.n_pages = last - first;
-    for (size_t i = 0; i < job.n_pages; ++i) pages[i] = sealed_page(own, first + i);
+    for (size_t i = 0; i < job.n_pages; ++i) pages[i] = sealed_page(step_.entries_[first + i]);
     SealedPage after;
-    if (next.tile != nullptr && next.split * shape_.split_pages < step_.own_[next.tile->own].page) {
-      after = sealed_page(step_.own_[next.tile->own], next.split * shape_.split_pages);
-      job.next = &after;
-      job.next_head = next.head;
+    if (next.tile != nullptr) {
+      const auto [next_first, next_last] = step_.split_entries(next.reading, next.split);
+      if (next_first < next_last) {
+        after = sealed_page(step_.entries_[next_first]);
+        job.next = &after;
+        job.next_head = next.head;
+      }
     }
-    if (split + 1 == tile.n_splits) {
+    if (split + 1 == at.reading.n_splits) {
       const ExactPage exact = exact_page(own);
       job.own_keys = exact.keys + head * head_page_;
       job.own_values = exact.values + head * head_page_;
@@ -310,9 +337,11 @@ class AttentionRun {
     const int bad = context_.kernels.attention.attend_split(job, to);
     if (bad >= 0) {
       const SealedPage& page = pages[bad / 2];
+      const Step::Entry& entry = step_.entries_[first + static_cast<size_t>(bad) / 2];
       throw CodecRangeError(codec_error(bad % 2 == 0 ? page.key : page.value, head, CodecStatus::bad_scale) +
-                            " (layer " + std::to_string(p_.layer) + ", page " +
-                            std::to_string(first + static_cast<size_t>(bad) / 2) + " of its sequence)");
+                            " (layer " + std::to_string(p_.model_layer) + ", page " +
+                            std::to_string(static_cast<size_t>(entry.position) / shape_.plane.page_size) +
+                            " of its sequence)");
     }
   }
 

@@ -25,13 +25,14 @@ void expect(std::span<const float> norm, size_t n, const char* name, const Tenso
 
 }  // namespace
 
-AttentionBlock::AttentionBlock(Context& context, const CacheLayout& cache, size_t layer, float eps,
-                               float softmax_scale, std::span<const float> norm, const TensorView& q,
+AttentionBlock::AttentionBlock(Context& context, const CacheLayout& cache, size_t layer, size_t model_layer,
+                               float eps, float softmax_scale, std::span<const float> norm, const TensorView& q,
                                const TensorView& k, const TensorView& v, const TensorView& o,
                                std::span<const float> bias, std::span<const float> q_norm,
                                std::span<const float> k_norm)
     : cache_(&cache),
       layer_(layer),
+      model_layer_(model_layer),
       eps_(eps),
       softmax_scale_(softmax_scale),
       norm_(norm.begin(), norm.end()),
@@ -60,7 +61,7 @@ void AttentionBlock::run(Context& context, const Step& step, float* hidden) cons
   float* out = context.scratch.take<float>(kSlotOut, n * o_.cols());
   linear_forward(context, qkv_, linear_input(context, qkv_, hidden, d_model, n, &norm), n, qkv, qkv_.rows(), false);
   attend(context, step,
-         {layer_, eps_, softmax_scale_, q_norm_.empty() ? nullptr : q_norm_.data(),
+         {layer_, model_layer_, eps_, softmax_scale_, q_norm_.empty() ? nullptr : q_norm_.data(),
           k_norm_.empty() ? nullptr : k_norm_.data()},
          qkv, out);
   linear_forward(context, o_, linear_input(context, o_, out, o_.cols(), n, nullptr), n, hidden, d_model, true);

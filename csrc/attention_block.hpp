@@ -13,8 +13,9 @@ namespace octavo {
 class AttentionBlock {
  public:
   /// q_norm and k_norm, [head_dim] or empty: RMSNorm of each head, before the rotary embedding.
-  /// bias: of q, k and v in a row, or empty. Throws LoadError where shapes do not fit cache.shape.
-  AttentionBlock(Context& context, const CacheLayout& cache, size_t layer, float eps, float softmax_scale,
+  /// bias: of q, k and v in a row, or empty. layer: within the cache's group; model_layer: its number in errors. Throws
+  /// LoadError where shapes do not fit cache.shape.
+  AttentionBlock(Context& context, const CacheLayout& cache, size_t layer, size_t model_layer, float eps, float softmax_scale,
                  std::span<const float> norm, const TensorView& q, const TensorView& k, const TensorView& v,
                  const TensorView& o, std::span<const float> bias, std::span<const float> q_norm,
                  std::span<const float> k_norm);
@@ -28,7 +29,7 @@ class AttentionBlock {
 
  private:
   const CacheLayout* cache_;
-  size_t layer_;
+  size_t layer_, model_layer_;
   float eps_, softmax_scale_;
   std::vector<float> norm_, q_norm_, k_norm_;
   Linear qkv_, o_;

@@ -26,32 +26,38 @@ __attribute__((noinline)) void multiply_own_values(const SplitJob& job, const fl
   }
 }
 
-/// Pages of a split in the order of their tokens: all whole, but for an own page at the end.
+/// Pages of a split in the order of their tokens: the sealed ones, then the own page if it is in the split.
 struct Blocks {
-  size_t n;
-  size_t tokens;       ///< of a page
-  size_t last_tokens;  ///< of the last page
-  const bool* affine;  ///< whose values are multiplied by their codes
+  size_t n, n_sealed;
+  size_t tokens;                 ///< from one page's scores to the next's
+  size_t count[kMaxSplitPages];  ///< tokens of a page
+  bool affine[kMaxSplitPages];   ///< whether its values are multiplied by their codes
+  bool ragged;                   ///< whether a sealed page has less than `tokens`
 };
+
+/// Lanes that have one of n tokens, n < 8.
+OCTAVO_INLINE i32x8 first_lanes(size_t n) {
+  const i32x8 lane = {0, 1, 2, 3, 4, 5, 6, 7};
+  return lane < set1i(static_cast<int32_t>(n));
+}
 
 /// A row's scores -> weights, in place: 2^(score - maximum), of an affine page with the page's own maximum, so that its
 /// largest weight is 1; factor[b] is what page b's weights are to be multiplied by. Gives the maximum of all and the
-/// sum of all weights. Lanes past the last token in its vector become 2^-126.
+/// sum of all weights. Slots of sealed pages that have no token get the weight 0; lanes of the own page past the last
+/// token in its vector become 2^-126.
 OCTAVO_INLINE void softmax_row(const Blocks& blocks, float* score, float* factor, float* maximum, float* sum) {
   const f32x8 lowest = set1(-__builtin_inff());
-  const size_t before = (blocks.n - 1) * blocks.tokens, whole = blocks.last_tokens / 8 * 8;
-  if (whole < blocks.last_tokens) {
-    const i32x8 lane = {0, 1, 2, 3, 4, 5, 6, 7};
-    const i32x8 used = lane < set1i(static_cast<int32_t>(blocks.last_tokens - whole));
-    float* last = score + before + whole;
-    store(last, select(used, loadf(last), lowest));
+  for (size_t b = blocks.ragged ? 0 : blocks.n - 1; b < blocks.n; ++b) {
+    const size_t whole = blocks.count[b] / 8 * 8;
+    if (whole == blocks.count[b]) continue;
+    float* last = score + b * blocks.tokens + whole;
+    store(last, select(first_lanes(blocks.count[b] - whole), loadf(last), lowest));
   }
-  const auto tokens = [&](size_t b) { return b + 1 < blocks.n ? blocks.tokens : blocks.last_tokens; };
   float top[kMaxSplitPages];
   f32x8 highest = lowest;
   for (size_t b = 0; b < blocks.n; ++b) {
     f32x8 high = lowest;
-    for (size_t i = 0; i < tokens(b); i += 8) {
+    for (size_t i = 0; i < blocks.count[b]; i += 8) {
       high = max(loadf(score + b * blocks.tokens + i), high);
       pin(high);
     }
@@ -66,13 +72,24 @@ OCTAVO_INLINE void softmax_row(const Blocks& blocks, float* score, float* factor
   f32x8 total = set1(0.0f);
   for (size_t b = 0; b < blocks.n; ++b) {
     if (!blocks.affine[b]) top[b] = m, factor[b] = 1;
+    const size_t count = blocks.count[b], end = b < blocks.n_sealed ? count / 8 * 8 : count;
     f32x8 lanes = set1(0.0f);
-    for (size_t i = 0; i < tokens(b); i += 8) {
+    for (size_t i = 0; i < end; i += 8) {
       float* at = score + b * blocks.tokens + i;
       const f32x8 e = exp2_down(loadf(at) - set1(top[b]));
       lanes = lanes + e;
       pin(lanes);
       store(at, e);
+    }
+    if (b < blocks.n_sealed && count < blocks.tokens) {
+      float* at = score + b * blocks.tokens;
+      if (end < count) {
+        const f32x8 e = exp2_down(loadf(at + end) - set1(top[b]));
+        const f32x8 counted = select(first_lanes(count - end), e, set1(0.0f));
+        lanes = lanes + counted;
+        store(at + end, counted);
+      }
+      for (size_t i = (count + 7) / 8 * 8; i < blocks.tokens; i += 8) store(at + i, set1(0.0f));
     }
     total = fma(lanes, set1(factor[b]), total);
   }
@@ -145,7 +162,7 @@ int attend_split(const SplitJob& job, const Partial& out) {
   float* q[2] = {rotated + n * d, rotated + 2 * n * d};  // normalized, by whether rotated
   float* unit[2] = {rotated + 3 * n * d, rotated + 3 * n * d + n};
   bool normal[2] = {false, false};
-  Product product{&shape, {}, job.head, nullptr, nullptr, n, nullptr, d, nullptr, 1, nullptr, step, true,
+  Product product{&shape, {}, job.head, nullptr, d, nullptr, n, nullptr, d, nullptr, 1, nullptr, step, true,
                   rotated + n * (3 * d + 2)};
 
   for (size_t p = 0; p < job.n_pages; ++p) {
@@ -178,12 +195,18 @@ int attend_split(const SplitJob& job, const Partial& out) {
     product.head = job.head;
   }
 
-  bool affine[kMaxSplitPages];
-  for (size_t p = 0; p < job.n_pages; ++p) affine[p] = is_affine(job.pages[p].value.codec);
-  Blocks blocks{job.n_pages, tokens, tokens, affine};
-  if (job.own_keys != nullptr) affine[blocks.n++] = false;
+  Blocks blocks;
+  blocks.n = blocks.n_sealed = job.n_pages;
+  blocks.tokens = tokens;
+  blocks.ragged = false;
+  for (size_t p = 0; p < job.n_pages; ++p) {
+    blocks.affine[p] = is_affine(job.pages[p].value.codec);
+    blocks.count[p] = job.pages[p].tokens;
+    blocks.ragged |= job.pages[p].tokens < tokens;
+  }
+  if (job.own_keys != nullptr) blocks.affine[blocks.n++] = false;
   for (size_t r = 0; r < n; ++r) {
-    if (job.own_keys != nullptr) blocks.last_tokens = job.own_slot + r / job.shape->group + 1;
+    if (job.own_keys != nullptr) blocks.count[job.n_pages] = job.own_slot + r / job.shape->group + 1;
     softmax_row(blocks, score + r * step, factor + r * split_pages, out.maximum + r, out.sum + r);
   }
 
@@ -196,6 +219,7 @@ int attend_split(const SplitJob& job, const Partial& out) {
     bool& fresh = sealed.value.rotated ? rotated_fresh : plain_fresh;
     product.coding = sealed.value;
     product.plane = sealed.values;
+    product.used = sealed.tokens;
     product.ahead = fetch_ahead(job, job.n_pages + p);
     product.w = score + p * tokens;
     product.unit = factor + p;
@@ -262,7 +286,7 @@ void prepare_row(const RowJob& job) {
     }
   for (size_t h = 0; h < heads; ++h) {
     const size_t from = (heads * group + h) * d;
-    float key[1024];
+    float key[kMaxHeadDim];
     prepare_head(job, job.qkv + from, job.k_norm, key);
     float* to = job.keys + h * d * tokens + job.slot;
     for (size_t i = 0; i < d; ++i) to[i * tokens] = key[i];

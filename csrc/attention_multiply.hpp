@@ -15,6 +15,7 @@ struct Product {
   Coding coding;
   size_t head;
   const uint8_t* plane;
+  size_t used;           ///< rows of the head that count; what is behind them is arbitrary, and w is 0 there
   const uint8_t* ahead;  ///< another head's codes, to ask for meanwhile
   size_t n;              ///< rows of weights
   const float* w;        ///< [n], w_step apart
@@ -79,7 +80,7 @@ OCTAVO_INLINE void multiply_exact(const Product& p) {
   const size_t rows = n_rows(*p.shape, p.coding.role), columns = n_columns(*p.shape, p.coding.role);
   if (p.n <= kValueRows)
     return with_values(*p.shape, p.coding, p.head, p.plane, [&](const auto& reader) {
-      multiply_values<true>(reader, 0, rows, columns, p.n, p.w, p.w_step, p.ahead, p.out, p.out_step, p.fresh);
+      multiply_values<true>(reader, 0, p.used, columns, p.n, p.w, p.w_step, p.ahead, p.out, p.out_step, p.fresh);
     });
   F32Reader unpacked{reinterpret_cast<const uint8_t*>(p.scratch), columns};
   if (p.coding.codec == CodecId::f32)
@@ -88,7 +89,7 @@ OCTAVO_INLINE void multiply_exact(const Product& p) {
     with_values(*p.shape, p.coding, p.head, p.plane,
                 [&](const auto& reader) { read_values(reader, rows, columns, p.ahead, p.scratch); });
   for (size_t r = 0; r < p.n; r += kValueRows)
-    multiply_values<false>(unpacked, 0, rows, columns, min_of(p.n - r, kValueRows), p.w + r * p.w_step, p.w_step,
+    multiply_values<false>(unpacked, 0, p.used, columns, min_of(p.n - r, kValueRows), p.w + r * p.w_step, p.w_step,
                            nullptr, p.out + r * p.out_step, p.out_step, p.fresh);
 }
 
@@ -102,9 +103,26 @@ OCTAVO_INLINE void multiply_exact(const Product& p) {
 
 /// Weight rows that share the registers: 6 rows of 2 vectors.
 inline constexpr size_t kCodeRows = 6;
-/// Sums of kRowsInRange products with 8-bit codes stay within 32 bits.
+/// The unit of weights by `rows` rows is the largest scale / (kLargest * min(rows, kRowsInRange) / rows).
 inline constexpr float kLargest = 32767;
 inline constexpr size_t kRowsInRange = 512;
+
+// Sums stay within 32 bits. A weight is at most 1 and a scale at most the largest, so that a weight times its scale is at
+// most that number, `largest`, but for the rounding of largest / top and of the product with it: at most one step of a
+// float, 2^-9. As an integer it is at most W = largest + 2^-9 rounded to nearest, a code at most 128 in magnitude, and
+// so a sum 128 * rows * W: up to 512 rows W = 32767 and the sum 2147418112, and the most of all is 2147482624, at 1016
+// rows, where largest = 16512.504 and W = 16513. 2^31 - 1 is 2147483647. (1024 rows would be too many: largest is 16383.5
+// there, W = 16384, and the sum 2^31.) A row of which a weight is NaN is NaN whatever the integers are: its base is.
+constexpr bool sums_stay_in_range(size_t most_rows) {
+  for (size_t rows = 8; rows <= most_rows; rows += 8) {
+    const size_t counted = rows < kRowsInRange ? rows : kRowsInRange;
+    const double largest = static_cast<double>(kLargest) * static_cast<double>(counted) / static_cast<double>(rows);
+    const auto w = static_cast<int64_t>(largest + 1.0 / 512 + 0.5);
+    if (w > INT16_MAX || 128 * static_cast<int64_t>(rows) * w > INT32_MAX) return false;
+  }
+  return true;
+}
+static_assert(sums_stay_in_range(kMaxHeadDim) && sums_stay_in_range(kMaxPageSize));
 
 /// 16-bit weights of R rows for one group of columns, and base[r] = sum of w[r][k] * m[k].
 template <int R>
@@ -203,13 +221,30 @@ OCTAVO_INLINE void dot_head(const Product& p, const Reader& reader, const Affine
     }
 }
 
+/// read_terms of a head of which the first `used` rows alone count: from a copy to `room`, 2 n_scales numbers, in which
+/// the others have the smallest scale and the minimum 0, whatever was stored.
+__attribute__((noinline)) static bool read_used_terms(const Product& p, uint16_t* room, AffineTerms* terms) {
+  const PlaneShape& s = *p.shape;
+  const HeadParts parts = head_parts(s, p.coding, p.head);
+  const size_t rows = n_rows(s, p.coding.role), n = n_scales(s, p.coding);
+  uint16_t *scales = room, *minima = room + n;
+  __builtin_memcpy(scales, p.plane + parts.scales, 2 * n);
+  __builtin_memcpy(minima, p.plane + parts.minima, 2 * n);
+  for (size_t group = 0; group < n; group += rows)
+    for (size_t i = group + p.used; i < group + rows; ++i) scales[i] = 1, minima[i] = 0;
+  return read_terms(reinterpret_cast<const uint8_t*>(scales), reinterpret_cast<const uint8_t*>(minima), n, terms);
+}
+
 /// False where a stored scale is bad.
 OCTAVO_INLINE bool multiply_affine(const Product& p) {
-  AffineTerms terms;
-  if (!read_terms(*p.shape, p.coding, p.head, p.plane, &terms)) return false;
   const size_t rows = n_rows(*p.shape, p.coding.role), columns = n_columns(*p.shape, p.coding.role);
   auto* codes = reinterpret_cast<int16_t*>(p.scratch);
   int16_t* weights = codes + rows * columns;
+  AffineTerms terms;
+  const bool good =
+      p.used == rows ? read_terms(*p.shape, p.coding, p.head, p.plane, &terms)
+                     : read_used_terms(p, reinterpret_cast<uint16_t*>(weights + kCodeRows * rows), &terms);
+  if (!good) return false;
   with_codes(*p.shape, p.coding, p.head, p.plane, [&](const auto& reader) {
     if (p.n <= kCodeRows)
       dot_head<true>(p, reader, terms, weights);
@@ -220,7 +255,8 @@ OCTAVO_INLINE bool multiply_affine(const Product& p) {
   return true;
 }
 
-/// Floats of scratch that multiply wants.
+/// Floats of scratch that multiply wants: for a head of f32, or for its codes in 16 bits and then its scales and minima;
+/// and for weights.
 OCTAVO_INLINE size_t multiply_scratch(const PlaneShape& shape) {
   return shape.page_size * shape.head_dim + kCodeRows * max_of(shape.page_size, shape.head_dim) / 2;
 }

@@ -1,11 +1,17 @@
 // What the attention kernels are given. Read by kernel sources too: plain data only, no code.
 //
-// Arithmetic. A query head of one token reads the pages before the token's own in sealed form, its own exactly. Pages
-// are taken in splits of split_pages, counted from position 0. Within a split: all scores (in units of ln 2: a chain of
-// multiply-adds over channels in order, from zero), their maximum, the weights 2^(score - maximum), the sum of these
-// (per page lane j adds the tokens j, j + 8, ... in order; then page by page; then the lanes in hsum's order), and the
-// sum of values by weight (a chain over tokens in order, from zero). Splits are merged from left to right. So the result
-// depends on the query and on the pages it reads, and on nothing else.
+// Arithmetic. A query head of one token reads a list of entries: sealed pages, each with the position of its first token
+// and the number of its tokens, of which slots behind the last hold nothing. It reads those that begin before the token's
+// own page, then its own page exactly. Splits of a list: a split is a maximal run of consecutive entries whose position /
+// (split_pages * page_size), rounded down, is the same, of at most split_pages entries. The own page joins the last run if
+// it lies in the same span and the run has fewer than split_pages entries, else it is a split of its own. So splits
+// follow from the entries' positions and from nothing else, and of a sequence with all its pages each has split_pages.
+//
+// Within a split: all scores (in units of ln 2: a chain of multiply-adds over channels in order, from zero), their
+// maximum, the weights 2^(score - maximum), the sum of these (per page lane j adds the tokens j, j + 8, ... in order; then
+// page by page; then the lanes in hsum's order), and the sum of values by weight (a chain over tokens in order, from
+// zero). Splits are merged from left to right. So the result depends on the query and on the entries it reads, and on
+// nothing else: slots without a token have the weight 0, and neither their values nor those values' scales are used.
 //
 // Pages of affine codecs are multiplied by their codes, in integers (attention_multiply.hpp): the query as rounded to
 // 16 bits with each page's scales; the weights likewise, relative to the largest of the page, so that a page far below the
@@ -32,6 +38,7 @@ struct SealedPage {
   const uint8_t* values;
   Coding key;
   Coding value;
+  size_t tokens;  ///< slots 0 .. tokens - 1 hold one; of the others nothing counts
 };
 
 /// What one row gives before attention: its query heads, and its key and value written to an exact page.

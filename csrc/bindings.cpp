@@ -83,6 +83,7 @@ NB_MODULE(_cpu, m) {
   nb::set_leak_warnings(false);
   m.doc() = "C++ kernels of the cpu backend. Calls release the GIL; arrays are checked, never copied.";
   m.attr("KERNEL_REVISION") = kKernelRevision;
+  m.attr("MAX_HEAD_DIM") = kMaxHeadDim;
 
   nb::module_ errors = nb::module_::import_("octavo.errors");
   // Translators are tried newest first; LoadError last registered, so a subclass would be caught by its own.

@@ -45,7 +45,7 @@ const float* optional_norm(const std::optional<Array>& norm, const char* name, s
 }  // namespace
 
 void bind_attention(nb::module_& m) {
-  nb::class_<CacheLayout>(m, "CacheLayout", "The page formats that a model's layers share.")
+  nb::class_<CacheLayout>(m, "CacheLayout", "The page formats that the layers of a cache group share.")
       .def(
           "__init__",
           [](CacheLayout* self, const Context& context, size_t page_size, size_t n_kv_heads, size_t head_dim,
@@ -75,12 +75,17 @@ void bind_attention(nb::module_& m) {
 
   nb::class_<StepHolder>(m, "Step", "A batch, checked and cut into work; for all layers of one step, then for the next.")
       .def(
-          "__init__", [](StepHolder* self, const CacheLayout& cache) { new (self) StepHolder{Step(cache), {}, {}, {}}; },
-          nb::arg("cache"), nb::keep_alive<1, 2>())
+          "__init__",
+          [](StepHolder* self, const CacheLayout& cache, size_t partial_bytes) {
+            new (self) StepHolder{Step(cache, partial_bytes), {}, {}, {}};
+          },
+          nb::arg("cache"), nb::arg("partial_bytes") = kPartialBytes, nb::keep_alive<1, 2>(),
+          "partial_bytes: the most that partial results of splits may take; beyond it fewer sequences share splits.")
       .def(
           "assign",
           [](StepHolder& self, const Context& context, ArrayRw memory, Array row_start, Array position,
-             Array entry_start, Array page_offset, Array page_format, Array open_offset, Array cosine, Array sine) {
+             Array first_list, Array entry_start, Array page_offset, Array page_format, Array entry_position,
+             Array n_tokens, Array open_offset, Array cosine, Array sine) {
             BatchView batch{};
             batch.memory = out<uint8_t>(memory, "memory", {-1});
             batch.memory_bytes = memory.shape(0);
@@ -89,10 +94,15 @@ void bind_attention(nb::module_& m) {
             batch.n_segments = position.shape(0);
             batch.row_start = in<int32_t>(row_start, "row_start", {segments + 1});
             batch.n_rows = static_cast<size_t>(std::max<int32_t>(0, batch.row_start[segments]));
-            batch.entry_start = in<int32_t>(entry_start, "entry_start", {segments + 1});
+            batch.first_list = in<int32_t>(first_list, "first_list", {segments + 1});
+            batch.n_lists = static_cast<size_t>(std::max<int32_t>(0, batch.first_list[segments]));
+            batch.entry_start = in<int32_t>(entry_start, "entry_start", {static_cast<int64_t>(batch.n_lists) + 1});
             batch.page_offset = in<int64_t>(page_offset, "page_offset", {-1});
             batch.n_entries = page_offset.shape(0);
-            batch.page_format = in<uint8_t>(page_format, "page_format", {static_cast<int64_t>(batch.n_entries)});
+            const int64_t entries = static_cast<int64_t>(batch.n_entries);
+            batch.page_format = in<uint8_t>(page_format, "page_format", {entries});
+            batch.entry_position = in<int32_t>(entry_position, "entry_position", {entries});
+            batch.n_tokens = in<int32_t>(n_tokens, "n_tokens", {entries});
             batch.open_offset = in<int64_t>(open_offset, "open_offset", {segments});
             RopeTable rope{};
             rope.cosine = in<float>(cosine, "cosine", {-1, -1});
@@ -105,16 +115,18 @@ void bind_attention(nb::module_& m) {
             self.cosine = cosine;
             self.sine = sine;
           },
-          nb::arg("context"), nb::arg("memory"), nb::arg("row_start"), nb::arg("position"), nb::arg("entry_start"),
-          nb::arg("page_offset"), nb::arg("page_format"), nb::arg("open_offset"), nb::arg("cosine"), nb::arg("sine"),
-          "Arrays as in octavo.ops.base.Batch; cosine and sine float32 [positions, rotary dimension / 2]. Raises "
-          "ValueError where they contradict each other or reach outside memory.")
+          nb::arg("context"), nb::arg("memory"), nb::arg("row_start"), nb::arg("position"), nb::arg("first_list"),
+          nb::arg("entry_start"), nb::arg("page_offset"), nb::arg("page_format"), nb::arg("entry_position"),
+          nb::arg("n_tokens"), nb::arg("open_offset"), nb::arg("cosine"), nb::arg("sine"),
+          "Arrays as in octavo.ops.base.Batch and GroupEntries; cosine and sine float32 [positions, rotary dimension / "
+          "2]. Raises ValueError where they contradict each other, break a rule for lists or reach outside memory.")
+      .def("restore", [](const StepHolder& self) { self.step.restore(); },
+           "Put back what open pages held before the step, in every layer that has run.")
       .def(
           "clear",
           [](StepHolder& self) {
             // The arrays go last: until then the step points into them.
-            const CacheLayout& cache = self.step.cache();
-            self.step = Step(cache);
+            self.step = self.step.empty();
             self.memory = {};
             self.cosine = {};
             self.sine = {};
@@ -122,13 +134,17 @@ void bind_attention(nb::module_& m) {
           "Let go of the batch and of the arrays that it lies in. Not while a block runs.")
       .def_prop_ro("n_rows", [](const StepHolder& self) { return self.step.n_rows(); })
       .def_prop_ro("page_reads", [](const StepHolder& self) { return self.step.page_reads(); },
-                   "Sealed pages that one KV head reads in one layer, counted as often as they are read.");
+                   "Sealed pages that one KV head reads in one layer, counted as often as they are read. Where lists "
+                   "differ: the first head in the first layer.")
+      .def_prop_ro("cascade_refused", [](const StepHolder& self) { return self.step.cascade_refused(); },
+                   "Tiles (rows that are attended together) that would have shared splits, but were run alone because "
+                   "partial results of all would have passed partial_bytes.");
 
   nb::class_<AttentionBlock>(m, "AttentionBlock", "One layer's attention, from norm to residual add.")
       .def(
           "__init__",
-          [](AttentionBlock* self, Context& context, const CacheLayout& cache, size_t layer, float eps,
-             float softmax_scale, Array norm, const Stored& q, const Stored& k, const Stored& v, const Stored& o,
+          [](AttentionBlock* self, Context& context, const CacheLayout& cache, size_t layer, size_t model_layer,
+             float eps, float softmax_scale, Array norm, const Stored& q, const Stored& k, const Stored& v, const Stored& o,
              std::optional<Array> bias, std::optional<Array> q_norm, std::optional<Array> k_norm) {
             const auto vector = [](const std::optional<Array>& a, const char* name) {
               return a ? vector_in(*a, name) : std::span<const float>{};
@@ -136,14 +152,16 @@ void bind_attention(nb::module_& m) {
             const std::span<const float> n = vector_in(norm, "norm"), b = vector(bias, "bias");
             const std::span<const float> qn = vector(q_norm, "q_norm"), kn = vector(k_norm, "k_norm");
             run_locked(context, [&] {
-              new (self) AttentionBlock(context, cache, layer, eps, softmax_scale, n, q.view, k.view, v.view, o.view, b,
-                                        qn, kn);
+              new (self) AttentionBlock(context, cache, layer, model_layer, eps, softmax_scale, n, q.view, k.view, v.view,
+                                        o.view, b, qn, kn);
             });
           },
-          nb::arg("context"), nb::arg("cache"), nb::arg("layer"), nb::arg("eps"), nb::arg("softmax_scale"),
-          nb::arg("norm"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("o"), nb::arg("bias").none() = nb::none(),
-          nb::arg("q_norm").none() = nb::none(), nb::arg("k_norm").none() = nb::none(), nb::keep_alive<1, 3>(),
-          "bias: of q, k and v in a row. q_norm, k_norm: RMSNorm weights of each head, float32 [head_dim].")
+          nb::arg("context"), nb::arg("cache"), nb::arg("layer"), nb::arg("model_layer"), nb::arg("eps"),
+          nb::arg("softmax_scale"), nb::arg("norm"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("o"),
+          nb::arg("bias").none() = nb::none(), nb::arg("q_norm").none() = nb::none(),
+          nb::arg("k_norm").none() = nb::none(), nb::keep_alive<1, 3>(),
+          "layer: within the cache's group; model_layer: its number in errors. bias: of q, k and v in a row. q_norm, "
+          "k_norm: RMSNorm weights of each head, float32 [head_dim].")
       .def_prop_ro("packed_bytes", &AttentionBlock::packed_bytes)
       .def(
           "run",
@@ -165,7 +183,7 @@ void bind_attention(nb::module_& m) {
         const int64_t n = static_cast<int64_t>(holder.step.n_rows());
         const float* px = in<float>(qkv, "qkv", {n, static_cast<int64_t>((group + 2) * heads * d)});
         float* py = out<float>(y, "out", {n, static_cast<int64_t>(group * heads * d)});
-        const AttentionParameters parameters{layer, norm_eps, softmax_scale, optional_norm(q_norm, "q_norm", d),
+        const AttentionParameters parameters{layer, layer, norm_eps, softmax_scale, optional_norm(q_norm, "q_norm", d),
                                              optional_norm(k_norm, "k_norm", d)};
         run_locked(context, [&] { attend(context, holder.step, parameters, px, py); });
       },

@@ -22,6 +22,10 @@ struct Coding {
   bool rotated;
 };
 
+/// Of a PlaneShape. The integer sums of attention_multiply.hpp end here.
+inline constexpr size_t kMaxPageSize = 128;
+inline constexpr size_t kMaxHeadDim = 1016;
+
 struct PlaneShape {
   size_t page_size;
   size_t n_heads;

@@ -43,10 +43,12 @@ std::string codec_error(Coding coding, size_t head, CodecStatus status) {
 }
 
 void check_shape(const PlaneShape& s) {
-  if (s.page_size == 0 || s.page_size % 16 != 0 || s.page_size > 128)
-    throw std::invalid_argument("page_size must be a multiple of 16 up to 128, got " + std::to_string(s.page_size));
-  if (s.head_dim == 0 || s.head_dim % 8 != 0 || s.head_dim > 1024)
-    throw std::invalid_argument("head_dim must be a multiple of 8 up to 1024, got " + std::to_string(s.head_dim));
+  if (s.page_size == 0 || s.page_size % 16 != 0 || s.page_size > kMaxPageSize)
+    throw std::invalid_argument("page_size must be a multiple of 16 up to " + std::to_string(kMaxPageSize) +
+                                ", got " + std::to_string(s.page_size));
+  if (s.head_dim == 0 || s.head_dim % 8 != 0 || s.head_dim > kMaxHeadDim)
+    throw std::invalid_argument("head_dim must be a multiple of 8 up to " + std::to_string(kMaxHeadDim) +
+                                ", got " + std::to_string(s.head_dim));
   if (s.n_heads == 0) throw std::invalid_argument("n_heads must be positive");
 }
 

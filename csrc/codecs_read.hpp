@@ -175,13 +175,11 @@ struct AffineTerms {
   float top;
 };
 
-/// False where a stored scale is not a positive number, or a minimum no number.
-OCTAVO_INLINE bool read_terms(const PlaneShape& s, Coding c, size_t head, const uint8_t* plane, AffineTerms* terms) {
-  const HeadParts parts = head_parts(s, c, head);
-  *terms = {plane + parts.scales, plane + parts.minima, 0};
+/// False where one of n stored scales is not a positive number, or a minimum no number.
+OCTAVO_INLINE bool read_terms(const uint8_t* scales, const uint8_t* minima, size_t n, AffineTerms* terms) {
+  *terms = {scales, minima, 0};
   // The bits of positive finite f16 are 1 to 0x7bff; with one taken off, zero and negative numbers lie above them.
   u16x8 scale = {}, minimum = {};
-  const size_t n = n_scales(s, c);
   for (size_t i = 0; i < n; i += 8) {
     scale = max(scale, load<u16x8>(terms->scales + 2 * i) - 1);
     minimum = max(minimum, load<u16x8>(terms->minima + 2 * i) & 0x7fff);
@@ -192,6 +190,10 @@ OCTAVO_INLINE bool read_terms(const PlaneShape& s, Coding c, size_t head, const 
   const u16x8 bits = u16x8{} + static_cast<uint16_t>(top + 1);
   terms->top = load_f16(&bits)[0];
   return top < 0x7bff && hmax(minimum) < 0x7c00;
+}
+OCTAVO_INLINE bool read_terms(const PlaneShape& s, Coding c, size_t head, const uint8_t* plane, AffineTerms* terms) {
+  const HeadParts parts = head_parts(s, c, head);
+  return read_terms(plane + parts.scales, plane + parts.minima, n_scales(s, c), terms);
 }
 
 /// Calls f(reader) with the reader of one head that is stored exactly.

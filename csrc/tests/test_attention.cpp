@@ -75,6 +75,37 @@ struct Model {
   size_t width, out_width;
 };
 
+/// A step's arrays, built up segment by segment.
+struct Arrays {
+  std::vector<int32_t> row_start{0}, position, first_list{0}, entry_start{0}, entry_position, n_tokens;
+  std::vector<int64_t> page_offset, open_offset;
+  std::vector<uint8_t> page_format;
+
+  void clear() {
+    for (auto* v : {&row_start, &first_list, &entry_start}) v->assign(1, 0);
+    for (auto* v : {&position, &entry_position, &n_tokens}) v->clear();
+    page_offset.clear(), open_offset.clear(), page_format.clear();
+  }
+  void entry(int64_t offset, size_t format, size_t at, size_t tokens) {
+    page_offset.push_back(offset);
+    page_format.push_back(static_cast<uint8_t>(format));
+    entry_position.push_back(static_cast<int32_t>(at));
+    n_tokens.push_back(static_cast<int32_t>(tokens));
+  }
+  void end_list() { entry_start.push_back(static_cast<int32_t>(page_offset.size())); }
+  void end_segment(size_t first, size_t rows, int64_t open) {
+    position.push_back(static_cast<int32_t>(first));
+    row_start.push_back(row_start.back() + static_cast<int32_t>(rows));
+    first_list.push_back(static_cast<int32_t>(entry_start.size()) - 1);
+    open_offset.push_back(open);
+  }
+  BatchView view(uint8_t* memory, size_t bytes) const {
+    return {memory, bytes, static_cast<size_t>(row_start.back()), position.size(), entry_start.size() - 1,
+            page_offset.size(), row_start.data(), position.data(), first_list.data(), entry_start.data(),
+            page_offset.data(), page_format.data(), entry_position.data(), n_tokens.data(), open_offset.data()};
+  }
+};
+
 /// Runs `tokens` rows in chunks; format of page p is (p * 3 + 1) % 5. Returns the outputs of layer 1.
 std::vector<float> run(Model& m, const std::vector<float>& qkv, size_t tokens, const std::vector<size_t>& chunks) {
   const size_t size = m.cache.shape.plane.page_size, half = m.cache.shape.plane.head_dim / 2, pages = tokens / size;
@@ -94,16 +125,15 @@ std::vector<float> run(Model& m, const std::vector<float>& qkv, size_t tokens, c
   Step step(m.cache);
   size_t done = 0;
   for (const size_t n : chunks) {
-    const int32_t rows[] = {0, static_cast<int32_t>(n)}, position = static_cast<int32_t>(done);
-    const int32_t entries[] = {0, static_cast<int32_t>((done + n) / size)};
-    const int64_t open = 0;
-    const BatchView batch{memory.data, bytes, n, 1, static_cast<size_t>(entries[1]), rows, &position, entries,
-                          offsets.data(), formats.data(), &open};
-    step.assign(batch, {cosine.data, sine.data, tokens, 2 * half}, m.context.pool.threads());
+    Arrays arrays;
+    for (size_t p = 0; p < (done + n) / size; ++p) arrays.entry(offsets[p], formats[p], p * size, size);
+    arrays.end_list();
+    arrays.end_segment(done, n, 0);
+    step.assign(arrays.view(memory.data, bytes), {cosine.data, sine.data, tokens, 2 * half}, m.context.pool.threads());
     for (size_t layer = 0; layer < m.cache.open.layers.size(); ++layer) {
       Exact<float> x(n * m.width), y(n * m.out_width);
       std::memcpy(x.data, qkv.data() + done * m.width, x.size * sizeof(float));
-      attend(m.context, step, {layer, 1e-5f, 0.125f, nullptr, nullptr}, x.data, y.data);
+      attend(m.context, step, {layer, layer, 1e-5f, 0.125f, nullptr, nullptr}, x.data, y.data);
       std::memcpy(result.data() + done * m.out_width, y.data, y.size * sizeof(float));
     }
     done += n;
@@ -183,25 +213,18 @@ TEST(attention_over_shared_pages_equals_each_alone) {
       // Segments of one row each, or one of all rows; mate i has the first lengths[i] pages.
       const std::vector<size_t> lengths{18, 14, 13, 9, 1};
       const auto attend_rows = [&](const std::vector<size_t>& which, size_t rows, const Exact<float>& x) {
-        std::vector<int32_t> row_start{0}, position, entry_start{0};
-        std::vector<int64_t> page_offset, open;
-        std::vector<uint8_t> page_format;
+        Arrays arrays;
         for (const size_t i : which) {
           const size_t n = rows == 1 ? lengths[i] : pages;
-          row_start.push_back(row_start.back() + static_cast<int32_t>(rows));
-          position.push_back(rows == 1 ? static_cast<int32_t>(n * size) : 0);
-          page_offset.insert(page_offset.end(), offsets.begin(), offsets.begin() + static_cast<ptrdiff_t>(n));
-          page_format.insert(page_format.end(), formats.begin(), formats.begin() + static_cast<ptrdiff_t>(n));
-          entry_start.push_back(static_cast<int32_t>(page_offset.size()));
-          open.push_back(static_cast<int64_t>(i * model.cache.open.page_bytes));
+          for (size_t p = 0; p < n; ++p) arrays.entry(offsets[p], formats[p], p * size, size);
+          arrays.end_list();
+          arrays.end_segment(rows == 1 ? n * size : 0, rows, static_cast<int64_t>(i * model.cache.open.page_bytes));
         }
         const size_t n = rows * which.size();
-        const BatchView batch{memory.data, bytes, n, which.size(), page_offset.size(), row_start.data(),
-                              position.data(), entry_start.data(), page_offset.data(), page_format.data(), open.data()};
         Step step(model.cache);
-        step.assign(batch, rope, context.pool.threads());
+        step.assign(arrays.view(memory.data, bytes), rope, context.pool.threads());
         Exact<float> y(n * model.out_width);
-        attend(context, step, {0, 1e-5f, 0.3f, nullptr, nullptr}, x.data, y.data);
+        attend(context, step, {0, 0, 1e-5f, 0.3f, nullptr, nullptr}, x.data, y.data);
         return std::pair{std::vector<float>(y.data, y.data + y.size), step.page_reads()};
       };
       Exact<float> trunk(pages * size * model.width), x(mates * model.width), row(model.width);
@@ -228,9 +251,7 @@ TEST(attention_takes_no_memory_once_it_has_run) {
   std::vector<float> cosine((pages + 1) * size * half, 1.0f), sine(cosine.size(), 0.0f);
   const RopeTable rope{cosine.data(), sine.data(), (pages + 1) * size, 2 * half};
   // The mates share all pages but the one that they are about to fill.
-  std::vector<int32_t> row_start, position, entry_start;
-  std::vector<int64_t> page_offset, open;
-  std::vector<uint8_t> page_format;
+  Arrays arrays;
   const auto page = [&](size_t i) {
     return static_cast<int64_t>(mates * model.cache.open.page_bytes + i * model.cache.formats[3].page_bytes);
   };
@@ -238,33 +259,149 @@ TEST(attention_takes_no_memory_once_it_has_run) {
   std::vector<float> x(pages * size * model.width), y(pages * size * model.out_width);
   for (float& v : x) v = random.heavy();
   Step step(model.cache);
-  const auto run = [&](size_t n_mates, size_t first, size_t rows) {
-    row_start.assign(1, 0), entry_start.assign(1, 0);
-    position.clear(), page_offset.clear(), open.clear(), page_format.clear();
+  // per_head: every second mate has a list for each layer and head, of every second page.
+  const auto run = [&](size_t n_mates, size_t first, size_t rows, bool per_head) {
+    arrays.clear();
     for (size_t m = 0; m < n_mates; ++m) {
       const size_t full = (first + rows) / size;
-      row_start.push_back(static_cast<int32_t>((m + 1) * rows));
-      position.push_back(static_cast<int32_t>(first));
-      for (size_t p = 0; p < full; ++p) page_offset.push_back(page(p + 1 == full && rows == 1 ? pages + m : p));
-      page_format.resize(page_offset.size(), 3);
-      entry_start.push_back(static_cast<int32_t>(page_offset.size()));
-      open.push_back(static_cast<int64_t>(m * model.cache.open.page_bytes));
+      const bool own_lists = per_head && m % 2 == 0;
+      for (size_t l = 0; l < (own_lists ? 4 : 1); ++l) {
+        for (size_t p = 0; p < full; ++p) {
+          const bool sealed_now = (p + 1) * size > first;
+          if (own_lists && p % 2 == l % 2 && !sealed_now) continue;
+          arrays.entry(page(sealed_now && rows == 1 ? pages + m : p), 3, p * size,
+                       own_lists && !sealed_now ? 1 + (p + l) % size : size);
+        }
+        arrays.end_list();
+      }
+      arrays.end_segment(first, rows, static_cast<int64_t>(m * model.cache.open.page_bytes));
     }
-    const BatchView batch{memory.data, memory.size, n_mates * rows, n_mates, page_offset.size(), row_start.data(),
-                          position.data(), entry_start.data(), page_offset.data(), page_format.data(), open.data()};
+    const BatchView batch = arrays.view(memory.data, memory.size);
     const size_t before = test::allocations();
     step.assign(batch, rope, 2);
     for (size_t layer = 0; layer < 2; ++layer)
-      attend(context, step, {layer, 1e-5f, 0.3f, nullptr, nullptr}, x.data(), y.data());
+      attend(context, step, {layer, layer, 1e-5f, 0.3f, nullptr, nullptr}, x.data(), y.data());
     return test::allocations() - before;
   };
-  CHECK(run(1, 0, pages * size) > 0);
-  for (const size_t n : {size_t{1}, mates}) {
-    run(n, (pages - 1) * size + size - 1, 1);
-    CHECK(run(n, (pages - 1) * size + size - 1, 1) == 0, n << " sequences that complete a page");
-    run(n, pages * size, 1);
-    CHECK(run(n, pages * size, 1) == 0, n << " sequences");
-  }
+  CHECK(run(1, 0, pages * size, false) > 0);
+  for (const size_t n : {size_t{1}, mates})
+    for (const bool per_head : {false, true}) {
+      run(n, (pages - 1) * size + size - 1, 1, per_head);
+      CHECK(run(n, (pages - 1) * size + size - 1, 1, per_head) == 0, n << " sequences that complete a page");
+      run(n, pages * size, 1, per_head);
+      CHECK(run(n, pages * size, 1, per_head) == 0, n << " sequences");
+    }
+}
+
+TEST(attention_reads_ragged_lists_of_each_head) {
+  // Exact pages with 0xff (NaN) wherever no token is; lists of each layer and head, against a plain loop over their tokens.
+  for (const char* isa : test::isas())
+    for (const size_t group : {1, 4}) {
+      Context context(2, isa);
+      const size_t size = 16, d = 8, heads = 2, layers = 2, entries = 9, n_lists = layers * heads;
+      Model model(context, {{size, heads, d}, group, 2}, layers);
+      const PageLayout& format = model.cache.formats[0];
+      model.cache.formats[0] = layout(context.kernels, model.cache.shape.plane, layers, CodecId::f32, CodecId::f32, false);
+      const size_t bytes = model.cache.open.page_bytes + entries * format.page_bytes;
+      Exact<uint8_t> memory(bytes);
+      Exact<float> cosine(400 * d / 2), sine(400 * d / 2, 0);
+      for (size_t i = 0; i < cosine.size; ++i) cosine[i] = 1.0f;
+      Random random(group);
+      // All heads' k-th entries share page k; each has its own number of tokens in it.
+      Arrays arrays;
+      std::vector<std::vector<std::vector<float>>> keys(n_lists), values(n_lists);
+      for (size_t l = 0; l < n_lists; ++l) {
+        for (size_t k = 0; k < entries; ++k) {
+          const size_t tokens = 1 + (7 * k + 5 * l) % size, layer = l / heads, head = l % heads;
+          if ((k + l) % 4 == 0) continue;
+          const size_t offset = model.cache.open.page_bytes + k * format.page_bytes;
+          arrays.entry(static_cast<int64_t>(offset), 0, k * 20 + l, tokens);
+          auto* k_plane = reinterpret_cast<float*>(memory.data + offset + format.layers[layer].key_offset) + head * d * size;
+          auto* v_plane = reinterpret_cast<float*>(memory.data + offset + format.layers[layer].value_offset) + head * d * size;
+          for (size_t t = 0; t < tokens; ++t) {
+            keys[l].emplace_back(d), values[l].emplace_back(d);
+            for (size_t c = 0; c < d; ++c) {
+              k_plane[c * size + t] = keys[l].back()[c] = random.heavy();
+              v_plane[t * d + c] = values[l].back()[c] = random.heavy();
+            }
+          }
+        }
+        arrays.end_list();
+      }
+      arrays.end_segment(320, 5, 0);
+      Step step(model.cache);
+      step.assign(arrays.view(memory.data, bytes), {cosine.data, sine.data, 400, d}, 2);
+      Exact<float> x(5 * model.width), y(5 * model.out_width);
+      for (size_t i = 0; i < x.size; ++i) x[i] = random.heavy();
+      for (size_t layer = 0; layer < layers; ++layer) {
+        attend(context, step, {layer, layer, 1e-5f, 0.3f, nullptr, nullptr}, x.data, y.data);
+        for (size_t t = 0; t < 5; ++t)
+          for (size_t h = 0; h < heads * group; ++h) {
+            const size_t head = h / group, l = layer * heads + head;
+            std::vector<const float*> ks, vs;
+            for (size_t i = 0; i < keys[l].size(); ++i) ks.push_back(keys[l][i].data()), vs.push_back(values[l][i].data());
+            for (size_t u = 0; u <= t; ++u) {
+              ks.push_back(x.data + u * model.width + (heads * group + head) * d);
+              vs.push_back(x.data + u * model.width + (heads * (group + 1) + head) * d);
+            }
+            std::vector<double> out(d);
+            double sum = 0;
+            for (size_t i = 0; i < ks.size(); ++i) {
+              double score = 0;
+              for (size_t c = 0; c < d; ++c) score += static_cast<double>(x[t * model.width + h * d + c]) * ks[i][c];
+              const double weight = std::exp(0.3 * score);
+              sum += weight;
+              for (size_t c = 0; c < d; ++c) out[c] += weight * vs[i][c];
+            }
+            for (size_t c = 0; c < d; ++c)
+              CHECK(std::abs(y[t * model.out_width + h * d + c] - out[c] / sum) < 1e-5, isa << " head " << h);
+          }
+      }
+    }
+}
+
+TEST(attention_puts_back_open_pages) {
+  // Several layers of a segment that starts within a page and spans pages have run; then the step is given up.
+  Context context(2, "auto");
+  const size_t size = 16, d = 8, layers = 3;
+  Model model(context, {{size, 2, d}, 1, 4}, layers);
+  const size_t bytes = model.cache.open.page_bytes + 2 * model.cache.formats[3].page_bytes;
+  Exact<uint8_t> memory(bytes);
+  std::vector<float> cosine(64 * d / 2, 1.0f), sine(64 * d / 2, 0.0f), x(40 * model.width), y(40 * model.out_width);
+  Random random(3);
+  Step step(model.cache);
+  const auto run = [&](size_t first, size_t rows, size_t n_layers) {
+    for (float& v : x) v = random.heavy();
+    Arrays arrays;
+    for (size_t p = 0; p < (first + rows) / size; ++p)
+      arrays.entry(static_cast<int64_t>(model.cache.open.page_bytes + p * model.cache.formats[3].page_bytes), 3, p * size,
+                   size);
+    arrays.end_list();
+    arrays.end_segment(first, rows, 0);
+    step.assign(arrays.view(memory.data, bytes), {cosine.data(), sine.data(), 64, d}, 2);
+    for (size_t layer = 0; layer < n_layers; ++layer)
+      attend(context, step, {layer, layer, 1e-5f, 0.3f, nullptr, nullptr}, x.data(), y.data());
+  };
+  const auto tokens = [&](size_t n) {
+    std::vector<float> all;
+    for (const LayerPlanes& planes : model.cache.open.layers)
+      for (size_t i = 0; i < 2 * d; ++i) {
+        const auto* key = reinterpret_cast<const float*>(memory.data + planes.key_offset) + i * size;
+        all.insert(all.end(), key, key + n);
+        const auto* value = reinterpret_cast<const float*>(memory.data + planes.value_offset) + i / d * d * size;
+        for (size_t t = 0; t < n; ++t) all.push_back(value[t * d + i % d]);
+      }
+    return all;
+  };
+  run(0, 9, layers);
+  const std::vector<float> before = tokens(9);
+  run(9, 30, 2);
+  CHECK(tokens(9) != before);
+  step.restore();
+  CHECK(tokens(9) == before);
+  run(9, 2, 1);  // nothing is gathered: nothing to put back
+  step.restore();
+  CHECK(tokens(9) == before);
 }
 
 TEST(attention_is_near_a_plain_loop) {

@@ -15,7 +15,6 @@ from octavo.cache.format import Form, build_format
 from octavo.errors import CodecRangeError, LoadError, UnsupportedError
 from octavo.models.rope import rope_tables
 from octavo.models.spec import AttentionWeights, ModelSpec, RopeScaling, RopeSpec, Tensor
-from octavo.ops.base import Batch
 from octavo.ops.cpu_attention import CpuAttention
 
 from .paged_world import F32, Seq, Shape, World, reference
@@ -90,22 +89,18 @@ class Block:
         self.ops = CpuAttention(self.world.context)
         formats = [build_format(spec.cache_spec().groups[0], shape.page_size, Form(k, v)) for k, v in codecs]
         early, late = formats[: len(formats) // 2], formats[len(formats) // 2 :]
-        ids = [self.ops.add_format(f) for f in early]  # before the model is known, and after
+        ids = [self.ops.add_format(0, f) for f in early]  # before the model is known, and after
         self.blocks = [self.ops.prepare(spec, i, weights, shape.page_size) for i in range(shape.n_layers)]
-        ids += [self.ops.add_format(f) for f in late]
+        ids += [self.ops.add_format(0, f) for f in late]
         assert ids == list(range(len(formats)))
-        assert [self.ops.add_format(f) for f in formats] == ids
+        assert [self.ops.add_format(0, f) for f in formats] == ids
 
     def sequence(self, hidden: F32, format_of: Any = lambda page: 0) -> Seq:
         """hidden [n_layers, n, d_model]"""
         return Seq(hidden, format_of, open_offset=self.world.alloc(self.world.open_format))
 
     def step(self, *work: tuple[Seq, int]) -> None:
-        batch = Batch(
-            memory=self.world.memory,
-            tokens=np.zeros(sum(n for _, n in work), np.int32),
-            **self.world.arrays(work),
-        )
+        batch = self.world.batch(work)
         out = np.stack([np.concatenate([s.qkv[i, s.position : s.position + n] for s, n in work])
                         for i in range(len(self.blocks))])  # fmt: skip
         for block, hidden in zip(self.blocks, out, strict=True):
@@ -127,7 +122,7 @@ def expected(world: World, spec: ModelSpec, weights: AttentionWeights, dense: di
         qkv += np.concatenate([weights.q_bias, weights.k_bias, weights.v_bias])
     world.q_norm, world.k_norm = weights.q_norm, weights.k_norm
     world.cos, world.sin = rope_tables(spec.rope, len(hidden))
-    projected = Seq(qkv[None].astype(np.float32), seq.format_of)
+    projected = Seq(qkv[None].astype(np.float32), seq.format_of, pruned=seq.pruned)
     attended, _, _ = reference(world, projected, 0, len(hidden))
     return hidden + attended @ dense["o"].T.astype(np.float64)
 
@@ -240,7 +235,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         CpuAttention(context).prepare(spec, 0, replace(weights, q_norm=np.ones(16, np.float32)), 16)
     with pytest.raises(UnsupportedError, match="bias on 1"):
         CpuAttention(context).prepare(spec, 0, replace(weights, q_bias=np.ones(128, np.float32)), 16)
-    with pytest.raises(UnsupportedError, match="multiple of 8, got 36"):
+    with pytest.raises(UnsupportedError, match="multiple of 8 up to 1016, got 36"):
         CpuAttention(context).prepare(replace(spec, head_dim=36), 0, weights, 16)
     with pytest.raises(UnsupportedError, match="do not divide"):
         CpuAttention(context).prepare(replace(spec, n_heads=3), 0, weights, 16)
@@ -248,3 +243,25 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     ops.prepare(spec, 0, weights, 16)
     with pytest.raises(ValueError, match="one model"):
         ops.prepare(spec, 0, weights, 32)
+
+
+def test_refused_sharing_is_counted() -> None:
+    """Tiles that would have shared pages, over all steps."""
+    shape = Shape(16, 1, 1, 32)
+    spec = spec_of(shape)
+    weights, _ = weights_of(spec, "F32")
+    counts = []
+    for partial_bytes in (64 << 20, 0):
+        block = Block(spec, shape, weights, [("int8", "int8")])
+        block.ops._groups[0].step = _cpu.Step(block.ops._groups[0].cache, partial_bytes)
+        hidden = np.random.default_rng(0).standard_normal((1, 300, D_MODEL)).astype(np.float32)
+        trunk = block.sequence(hidden)
+        block.step((trunk, 256))
+        before = block.ops.cascade_refused
+        mates = [block.sequence(hidden) for _ in range(3)]
+        for seq in mates:
+            seq.position, seq.pages = 256, trunk.pages[:]
+        for _ in range(2):
+            block.step(*[(seq, 1) for seq in mates])
+        counts.append(block.ops.cascade_refused - before)
+    assert counts == [0, 2 * 3]

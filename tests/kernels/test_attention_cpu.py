@@ -226,6 +226,37 @@ def test_extreme_codes(codec: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("head_dim", [512, 520, 1008, 1016])
+@pytest.mark.parametrize("n_rows", [1, 9])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_integer_sums_stay_in_range(isa: str, head_dim: int, n_rows: int, sign: int) -> None:
+    """Tokens with the lowest or the highest code in every channel, by queries and scales that are the same in all of
+    them: the largest integers that can be. 9 rows read the codes unpacked."""
+    world = World(Shape(128, 1, n_rows, head_dim, key_bias=True), [("int8", "int8")], isa=isa, pages=4)
+    seq = world.sequence(129)
+    seq.position, seq.pages = 128, [world.alloc(world.formats[0])]
+    rng = np.random.default_rng(0)
+    keys, values = np.zeros((2, 128, 1, head_dim), np.float32)
+    keys[rng.random(128) < 0.5] = 255
+    values[:, 0] = np.where(rng.random((128, head_dim)) < 0.5, 255, 0)
+    values[:, 0, :2] = 0, 255
+    for x, role in ((keys, Role.KEY), (values, Role.VALUE)):
+        placed = world.formats[0].planes[role][0]
+        data = placed.codec.encode(x, placed.plane)
+        assert set(data[: placed.plane.n_values].view(np.int8)) == {-128, 127}
+        assert (placed.codec.decode(data, placed.plane) == x).all()
+        world.memory[seq.pages[0] + placed.offset :][: placed.n_bytes] = data
+    query = np.float32(sign * 2e-4)
+    seq.qkv[0, 128, : n_rows * head_dim] = query
+    seq.qkv[0, 128, n_rows * head_dim :] = 0
+    out = world.run(seq, [1])[0, 0].reshape(n_rows, head_dim)
+    scores = np.append(keys[:, 0].astype(np.float64) @ np.full(head_dim, query) * world.shape.scale, 0)
+    weights = np.exp(scores - scores.max())
+    expected = weights @ np.append(values[:, 0], np.zeros((1, head_dim)), axis=0) / weights.sum()
+    assert np.abs(out - expected).max() <= 2e-4 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("rope_dim", [64, 48])
 def test_query_key_norm_and_rotary_embedding(isa: str, rope_dim: int) -> None:
     rng = np.random.default_rng(5)
@@ -309,31 +340,73 @@ def test_scratch_does_not_grow_once_warm() -> None:
     assert world.context.scratch_bytes == held
 
 
+ENTRY_ARRAYS = ("page_offset", "page_format", "entry_position", "n_tokens")
 BAD_BATCHES = {
-    "format": (lambda b: b["page_format"].__setitem__(0, 9), "format"),
-    "page past the end": (lambda b: b["page_offset"].__setitem__(1, 1 << 40), "page_offset"),
+    "format": (lambda b: b["page_format"].__setitem__(0, 9), "segment 0, list 0, entry 0 has page_format 9"),
+    "page past the end": (lambda b: b["page_offset"].__setitem__(1, 1 << 40), "entry 1 has page_offset"),
     "page before the start": (lambda b: b["page_offset"].__setitem__(1, -64), "page_offset"),
     "page off its alignment": (lambda b: b["page_offset"].__setitem__(1, 68), "page_offset"),
     "no open page": (lambda b: b["open_offset"].__setitem__(0, -1), "open_offset"),
     "open page past the end": (lambda b: b["open_offset"].__setitem__(0, 1 << 40), "open_offset"),
     "rows that fall": (lambda b: b["row_start"].__setitem__(1, 120), "row_start"),
     "rows that do not start": (lambda b: b["row_start"].__setitem__(0, 1), "begin with 0"),
+    "lists that do not start": (lambda b: b["first_list"].__setitem__(0, 1), "begin with 0"),
+    "entries that do not start": (lambda b: b["entry_start"].__setitem__(0, 1), "begin with 0"),
     "negative position": (lambda b: b["position"].__setitem__(0, -1), "position"),
     "position past the table": (lambda b: b["position"].__setitem__(1, 4095), "position"),
-    "too few entries": (lambda b: b["entry_start"].__setitem__(1, 1), "entries"),
-    "entries that overlap": (lambda b: b["entry_start"].__setitem__(2, 9), "entries"),
+    "too few entries": (lambda b: b["entry_start"].__setitem__(1, 1), "lacks an entry for the page from position 32"),
+    "entries past the end": (lambda b: b["entry_start"].__setitem__(-1, 99), "entry_start must not fall"),
+    "entries that fall": (lambda b: b["entry_start"].__setitem__(2, 1), "segment 1, list 0: entry_start must not fall"),
+    "entries left over": (
+        lambda b: b.update({name: np.append(b[name], b[name][-1:]) for name in ENTRY_ARRAYS}),
+        "must end with",
+    ),
+    "no list": (
+        lambda b: b["first_list"].__setitem__(1, 0),
+        "segment 0: has 0 lists of entries; there must be 1, or 3",
+    ),
+    "a list too many": (lambda b: b["first_list"].__setitem__(1, 2), "segment 0: has 2 lists"),
+    "no tokens": (lambda b: b["n_tokens"].__setitem__(3, 0), "segment 1, list 0, entry 1 has 0 tokens"),
+    "too many tokens": (lambda b: b["n_tokens"].__setitem__(3, 33), "entry 1 has 33 tokens"),
+    "negative entry": (lambda b: b["entry_position"].__setitem__(2, -1), "entry 0 begins at position -1, before"),
+    "entries that overlap": (
+        lambda b: b["entry_position"].__setitem__(3, 31),
+        "segment 1, list 0, entry 1 begins at position 31, before position 32",
+    ),
+    "entries out of order": (lambda b: b["entry_position"].__setitem__(3, 0), "entry 1 begins at position 0"),
+    "an entry into the own page": (
+        lambda b: b["entry_position"].__setitem__(4, 65),
+        "segment 1, list 0, entry 2 has positions 65 to 96, past the start of the segment's first own page, 96",
+    ),
+    "a ragged page to seal": (lambda b: b["n_tokens"].__setitem__(5, 31), "entry 3 has 31 tokens from position 96 on"),
+    "a page to seal elsewhere": (
+        lambda b: b["entry_position"].__setitem__(5, 97),
+        "entry 3 has 32 tokens from position 97 on, in place of the 32 from position 96 on",
+    ),
+    "an entry behind": (lambda b: b["row_start"].__setitem__(2, 95), "entry 3 begins at position 96, but no page from"),
+    "no page to seal into": (
+        lambda b: b["row_start"].__setitem__(2, 134),
+        "lacks an entry for the page from position 128",
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", BAD_BATCHES)
 def test_contradictory_batches_are_refused(kind: str) -> None:
+    """Of two segments: 70 tokens from position 0 on, entries 0 and 1; 30 from position 100 on, entries 2 to 5."""
     world = World(Shape(), [("int8", "int8")])
-    arrays = world.arrays([(world.sequence(70), 70), (world.sequence(40), 40)])
-    world.build(arrays)
+    later = world.sequence(130)
+    world.run(later, [100])
+    arrays = world.arrays([(world.sequence(70), 70), (later, 30)])
+    step = world.build(arrays)
+    before = {name: array.copy() for name, array in arrays.items()}
     damage, message = BAD_BATCHES[kind]
     damage(arrays)
     with pytest.raises(ValueError, match=message):
         world.build(arrays)
+    with pytest.raises(ValueError, match=message):
+        world.assign(step, arrays)
+    world.assign(step, before)
 
 
 def test_contradictory_formats_are_refused() -> None:
@@ -348,6 +421,11 @@ def test_contradictory_formats_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             world.cache.add_format(world.context, **{**good, **change})
-    for page_size, head_dim, message in ((24, 64, "page_size"), (32, 60, "head_dim"), (0, 64, "page_size")):
+    for page_size, head_dim, message in (
+        (24, 64, "page_size"),
+        (32, 60, "head_dim"),
+        (32, 1024, "up to 1016"),
+        (0, 64, "page_size"),
+    ):
         with pytest.raises(ValueError, match=message):
             _cpu.CacheLayout(world.context, page_size, 1, head_dim, 1, SPLIT_PAGES, [], [], 0)

@@ -187,6 +187,7 @@ class ScriptedEngine:
             generation_tokens=self._generated,
             preemptions=0,
             evicted_pages=0,
+            cascade_refused=0,
             steps=self._generated,
         )
 

@@ -345,3 +345,33 @@ def test_unknown_codec_lists_the_known() -> None:
 
 def test_kernel_ids_are_distinct_and_fixed() -> None:
     assert [get_codec(n).kernel_id for n in ("f32", "f16", "bf16", "int8", "int4")] == [0, 1, 2, 3, 4]
+
+
+@codecs
+@roles
+@pytest.mark.parametrize(("page_size", "head_dim"), [(16, 40), (32, 64), (128, 80)])
+def test_a_head_is_a_plane_of_its_own(codec: Codec, role: Role, page_size: int, head_dim: int) -> None:
+    plane = Plane(role, page_size, 3, head_dim, rotate=True)
+    x = sample(plane)
+    data = codec.encode(x, plane)
+    where = codec.head_bytes(plane)
+    assert np.array_equal(np.sort(where, axis=None), np.arange(data.size))
+    for head in range(3):
+        alone = np.ascontiguousarray(x[:, head : head + 1])
+        assert np.array_equal(data[where[head]], codec.encode(alone, plane.head(head)))
+    alone[0, 0, 0] = np.nan
+    with pytest.raises(CodecRangeError, match=f"{role} of head 2: a value is NaN"):
+        codec.encode(alone, plane.head(2))
+
+
+@codecs
+@roles
+@pytest.mark.parametrize("n_tokens", [1, 7, 31, 32])
+def test_slots_without_a_token_are_not_read(codec: Codec, role: Role, n_tokens: int) -> None:
+    plane = Plane(role, 32, 2, 64, rotate=True)
+    data = codec.encode(sample(plane), plane)
+    whole = codec.decode(data, plane)
+    if role is Role.VALUE and codec.name in ("int8", "int4"):
+        n_codes = data.size - 4 * 2 * 32
+        data[n_codes:].view(np.uint16).reshape(2, 2, 1, 32)[..., n_tokens:] = 0xFFFF
+    assert np.array_equal(codec.decode(data, plane, n_tokens), whole[:n_tokens])

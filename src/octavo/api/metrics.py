@@ -194,6 +194,11 @@ class _EngineCollector(Collector):
             ("prompt_tokens", "Prompt tokens of admitted requests.", stats.prompt_tokens),
             ("generation_tokens", "Tokens generated.", stats.generation_tokens),
             ("evicted_pages", "Pages evicted from the prefix tree.", stats.evicted_pages),
+            (
+                "cascade_refused",
+                "Tiles of rows whose shared pages were read apart, for want of memory for partial results.",
+                stats.cascade_refused,
+            ),
             ("engine_steps", "Steps that the engine has run.", stats.steps),
         ]
         for name, documentation, value in gauges:

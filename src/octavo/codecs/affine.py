@@ -18,9 +18,19 @@ Bytes after the codes: scales float16 [n_heads, groups, rows], then minima of th
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
-from octavo.codecs.base import F32, U8, Plane
-from octavo.codecs.layout import F16, MIN_SCALE, check_scales, float16_down, float16_up, require, stored_shape
+from octavo.codecs.base import F32, U8, Plane, Role
+from octavo.codecs.layout import (
+    F16,
+    MIN_SCALE,
+    check_scales,
+    float16_down,
+    float16_up,
+    require,
+    split_heads,
+    stored_shape,
+)
 
 #: Consecutive values of a row that share a scale: tokens of a key channel, channels of a token's value.
 GROUP = 64
@@ -30,6 +40,11 @@ def scale_bytes(plane: Plane) -> int:
     """Bytes of a plane's scales and minima."""
     n_heads, rows, length = stored_shape(plane)
     return 4 * n_heads * rows * -(-length // GROUP)
+
+
+def head_bytes(plane: Plane, code_bytes: int) -> NDArray[np.int64]:
+    """`Codec.head_bytes`: the codes of all heads, their scales, their minima."""
+    return split_heads(plane.n_heads, [code_bytes, scale_bytes(plane) // 2, scale_bytes(plane) // 2])
 
 
 def stored_codes(codes: U8, levels: int) -> U8:
@@ -64,10 +79,16 @@ def quantize(y: F32, levels: int, plane: Plane, codec: str) -> tuple[U8, U8]:
     return codes, stored.reshape(-1).view(np.uint8)
 
 
-def dequantize(codes: U8, stored: U8, plane: Plane, codec: str) -> F32:
-    """The inverse: codes [n_heads, rows, length] -> float32 of that shape. Raises CodecRangeError on a bad scale."""
-    n_heads, rows, length = codes.shape
+def dequantize(codes: U8, stored: U8, plane: Plane, codec: str, n_tokens: int | None = None) -> F32:
+    """The inverse: codes [n_heads, rows, length] -> float32 of that shape; of the first n_tokens tokens, if so many are
+    said to be there. Raises CodecRangeError on a bad scale."""
+    n_heads, rows, _ = codes.shape
     scale, minimum = stored.view(np.float16).reshape(2, n_heads, -1, rows)
+    if plane.role is Role.KEY:
+        codes = codes[:, :, :n_tokens]
+    else:
+        codes, scale, minimum = codes[:, :n_tokens], scale[..., :n_tokens], minimum[..., :n_tokens]
+    length = codes.shape[2]
     wide_scale = check_scales(scale, plane, codec)
     require(np.isfinite(minimum), "a stored minimum is not a number", plane, codec)
     result: F32 = codes.astype(np.float32) * _spread(_groups_first(wide_scale), length)

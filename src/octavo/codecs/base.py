@@ -6,7 +6,7 @@ kernels (csrc/codecs) write the same bytes and are tested against it byte for by
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
@@ -29,7 +29,8 @@ class Plane:
     """One layer's keys or values in one page.
 
     `rotate` stores every head's vector after an orthonormal Hadamard transform over head_dim
-    (`rotation.hadamard`), which spreads outlier channels. Codecs that do not rotate ignore it.
+    (`rotation.hadamard`), which spreads outlier channels. Codecs that do not rotate ignore it. `first_head` is the
+    number of the first head, for messages.
     """
 
     role: Role
@@ -37,10 +38,15 @@ class Plane:
     n_heads: int
     head_dim: int
     rotate: bool = False
+    first_head: int = 0
 
     @property
     def n_values(self) -> int:
         return self.page_size * self.n_heads * self.head_dim
+
+    def head(self, head: int) -> Plane:
+        """The plane of one head alone."""
+        return replace(self, n_heads=1, first_head=self.first_head + head)
 
 
 class Codec(Protocol):
@@ -51,6 +57,7 @@ class Codec(Protocol):
     - `decode(encode(x))` is in the original (unrotated) basis.
     - A NaN or infinite value, or a scale outside its format, raises `CodecRangeError`; nothing is clamped silently.
     - `bytes_per_page` is exact: the arena allocates by it. Layouts leave no unwritten byte.
+    - A head's bytes do not depend on the other heads, and no byte is of two heads.
     """
 
     name: str
@@ -68,6 +75,14 @@ class Codec(Protocol):
         """x: float32 [page_size, n_heads, head_dim] -> uint8 [bytes_per_page]."""
         ...
 
-    def decode(self, data: U8, plane: Plane) -> F32:
-        """data: uint8 [bytes_per_page] -> float32 [page_size, n_heads, head_dim]."""
+    def decode(self, data: U8, plane: Plane, n_tokens: int | None = None) -> F32:
+        """data: uint8 [bytes_per_page] -> float32 [page_size, n_heads, head_dim].
+
+        n_tokens: only that many tokens, the first, are there, and given: float32 [n_tokens, n_heads, head_dim]. What is
+        stored for the others is arbitrary.
+        """
+        ...
+
+    def head_bytes(self, plane: Plane) -> NDArray[np.int64]:
+        """int64 [n_heads, bytes_per_page / n_heads]: where the bytes of `plane.head(i)` lie, in their order there."""
         ...

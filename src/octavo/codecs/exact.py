@@ -19,6 +19,7 @@ from octavo.codecs.layout import (
     check_input,
     from_stored,
     require,
+    split_heads,
     stored_shape,
     to_stored,
 )
@@ -41,9 +42,12 @@ class ExactCodec(ABC):
         y = self.narrow(to_stored(check_input(x, plane, self.name), plane), plane)
         return y.reshape(-1).view(np.uint8)
 
-    def decode(self, data: U8, plane: Plane) -> F32:
+    def decode(self, data: U8, plane: Plane, n_tokens: int | None = None) -> F32:
         y = self.widen(check_bytes(data, self.bytes_per_page(plane), self.name))
-        return from_stored(y.reshape(stored_shape(plane)), plane)
+        return from_stored(y.reshape(stored_shape(plane)), plane)[:n_tokens]
+
+    def head_bytes(self, plane: Plane) -> NDArray[np.int64]:
+        return split_heads(plane.n_heads, [self.bytes_per_page(plane)])
 
     @abstractmethod
     def narrow(self, x: F32, plane: Plane) -> NDArray[Any]:

@@ -27,8 +27,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 
-from octavo.codecs.affine import codes_of, dequantize, quantize, scale_bytes, stored_codes
+from octavo.codecs.affine import codes_of, dequantize, head_bytes, quantize, scale_bytes, stored_codes
 from octavo.codecs.base import F32, U8, Plane, Role
 from octavo.codecs.layout import check_bytes, check_input, from_stored, require, stored_shape, to_stored
 from octavo.codecs.rotation import hadamard
@@ -59,13 +60,16 @@ class Int4Codec:
         codes, stored = quantize(to_stored(x, plane), LEVELS, plane, self.name)
         return np.concatenate([_pack(stored_codes(codes, LEVELS)).reshape(-1), stored])
 
-    def decode(self, data: U8, plane: Plane) -> F32:
+    def decode(self, data: U8, plane: Plane, n_tokens: int | None = None) -> F32:
         data = check_bytes(data, self.bytes_per_page(plane), self.name)
         n_heads, rows, length = stored_shape(plane)
         n_codes = plane.n_values // 2
         codes = codes_of(_unpack(data[:n_codes].reshape(n_heads, rows // 2, length)), LEVELS)
-        x = from_stored(dequantize(codes, data[n_codes:], plane, self.name), plane)
+        x = from_stored(dequantize(codes, data[n_codes:], plane, self.name, n_tokens), plane)
         return hadamard(x) if self.rotates(plane) else x
+
+    def head_bytes(self, plane: Plane) -> NDArray[np.int64]:
+        return head_bytes(plane, plane.n_values // 2)
 
 
 def _runs(n: int) -> Iterator[slice]:

@@ -22,8 +22,9 @@ minima.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
-from octavo.codecs.affine import codes_of, dequantize, quantize, scale_bytes, stored_codes
+from octavo.codecs.affine import codes_of, dequantize, head_bytes, quantize, scale_bytes, stored_codes
 from octavo.codecs.base import F32, U8, Plane
 from octavo.codecs.layout import check_bytes, check_input, from_stored, stored_shape, to_stored
 
@@ -45,8 +46,11 @@ class Int8Codec:
         codes, stored = quantize(y, LEVELS, plane, self.name)
         return np.concatenate([stored_codes(codes, LEVELS).reshape(-1), stored])
 
-    def decode(self, data: U8, plane: Plane) -> F32:
+    def decode(self, data: U8, plane: Plane, n_tokens: int | None = None) -> F32:
         data = check_bytes(data, self.bytes_per_page(plane), self.name)
         n_heads, rows, length = stored_shape(plane)
         codes = codes_of(data[: plane.n_values].reshape(n_heads, rows // 2, 2 * length), LEVELS)
-        return from_stored(dequantize(codes, data[plane.n_values :], plane, self.name), plane)
+        return from_stored(dequantize(codes, data[plane.n_values :], plane, self.name, n_tokens), plane)
+
+    def head_bytes(self, plane: Plane) -> NDArray[np.int64]:
+        return head_bytes(plane, plane.n_values)

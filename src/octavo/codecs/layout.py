@@ -8,6 +8,8 @@ channels in lanes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -39,6 +41,14 @@ def stored_shape(plane: Plane) -> tuple[int, int, int]:
     return plane.n_heads, plane.page_size, plane.head_dim
 
 
+def split_heads(n_heads: int, sizes: Sequence[int]) -> NDArray[np.int64]:
+    """Where each head's bytes lie, int64 [n_heads, bytes / n_heads], in arrays of `sizes` bytes, one after the other,
+    whose first axis is the head."""
+    starts = np.cumsum([0, *sizes[:-1]])
+    arrays = [start + np.arange(size).reshape(n_heads, -1) for start, size in zip(starts, sizes, strict=True)]
+    return np.concatenate(arrays, axis=1)
+
+
 def check_input(x: F32, plane: Plane, codec: str) -> F32:
     """x as float32 of the plane's shape. Raises ValueError on another shape, CodecRangeError on NaN or
     infinity."""
@@ -61,7 +71,7 @@ def require(ok: NDArray[np.bool_], what: str, plane: Plane, codec: str, *, head_
     if not ok.all():
         axes = tuple(i for i in range(ok.ndim) if i != head_axis)
         head = int(np.argmin(ok.all(axis=axes)))
-        raise CodecRangeError(f"{codec} cannot hold the {plane.role} of head {head}: {what}")
+        raise CodecRangeError(f"{codec} cannot hold the {plane.role} of head {plane.first_head + head}: {what}")
 
 
 def as_float16(x: F32) -> F16:

@@ -67,7 +67,7 @@ class EngineStats:
     """A snapshot, consistent in itself: page counts obey free + cached + active == total per class.
 
     Counters only grow. `prompt_tokens` are those of admitted requests, each request once; `query_tokens` and
-    `hit_tokens` are the ones looked up and found in the prefix tree.
+    `hit_tokens` are the ones looked up and found in the prefix tree. `cascade_refused`: see `Ops.cascade_refused`.
     """
 
     requests_running: int
@@ -84,6 +84,7 @@ class EngineStats:
     generation_tokens: int
     preemptions: int
     evicted_pages: int
+    cascade_refused: int
     steps: int
 
     def pages_active(self, *, is_open: bool) -> int:

@@ -250,6 +250,7 @@ class Engine:
             self._cache,
             self._scheduler,
             generation_tokens=self._answers.generation_tokens,
+            cascade_refused=self._ops.cascade_refused,
             steps=self._steps,
         )
 

@@ -8,9 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.cache.manager import KVCache
+from octavo.cache.table import BlockTable, GroupTable
 from octavo.engine.decoder import Decoder
 from octavo.engine.scheduler import ScheduledSequence
-from octavo.ops.base import Batch, Ops
+from octavo.ops.base import Batch, GroupEntries, Ops
 
 F32 = NDArray[np.float32]
 
@@ -36,10 +37,14 @@ class Runner:
         self._format_ids = np.zeros(len(cache.classes), dtype=np.uint8)
         for page_class in cache.classes:
             if not page_class.is_open:
-                self._format_ids[page_class.index] = ops.add_format(page_class.format)
+                self._format_ids[page_class.index] = ops.add_format(page_class.group, page_class.format)
 
     def run(self, step: list[ScheduledSequence]) -> StepHidden:
-        """Compute the step's rows and write their keys and values. Raises CodecRangeError; pages are then undefined."""
+        """Compute the step's rows and write their keys and values.
+
+        Raises CodecRangeError. Sealed pages that were reserved for this step are then undefined; open pages are as they
+        were before it, so that its sequences can be run again.
+        """
         batch = self._batch(step)
         return StepHidden(self._model.forward(batch), batch.row_start)
 
@@ -52,29 +57,38 @@ class Runner:
         return self._model.head(result.hidden, np.arange(first_row, first_row + n_rows, dtype=np.int32))
 
     def _batch(self, step: list[ScheduledSequence]) -> Batch:
-        arena = self._cache.arena
-        n = len(step)
-        tables = [item.sequence.table for item in step]
-        row_start = np.zeros(n + 1, dtype=np.int32)
+        tables = [_table_of(item) for item in step]
+        row_start = np.zeros(len(step) + 1, dtype=np.int32)
         np.cumsum([item.n_tokens for item in step], out=row_start[1:])
-        position = np.array([table.num_computed_tokens for table in tables if table is not None], dtype=np.int32)
-        tokens = [
-            item.sequence.tokens.view()[start : start + item.n_tokens]
-            for item, start in zip(step, position, strict=True)
-        ]
-        own = [table.groups[0] for table in tables if table is not None]
-        entry_start = np.zeros(n + 1, dtype=np.int32)
-        np.cumsum([len(group.entries) for group in own], out=entry_start[1:])
-        handles = np.concatenate([group.entries.handles for group in own])
-        classes = np.concatenate([group.entries.classes for group in own])
-        opened = [-1 if group.open_page is None else arena.offsets[group.open_page] for group in own]
+        starts = [table.num_computed_tokens for table in tables]
+        tokens = [item.sequence.tokens.view()[at : at + item.n_tokens] for item, at in zip(step, starts, strict=True)]
         return Batch(
-            memory=arena.store.memory,  # type: ignore[attr-defined]
+            store=self._cache.arena.store,
             tokens=np.concatenate(tokens),
             row_start=row_start,
-            position=position,
-            entry_start=entry_start,
-            page_offset=arena.offsets[handles],
-            page_format=self._format_ids[classes],
-            open_offset=np.array(opened, dtype=np.int64),
+            position=np.array(starts, dtype=np.int32),
+            groups=tuple(self._entries([table.groups[g] for table in tables]) for g in range(len(self._cache.groups))),
         )
+
+    def _entries(self, tables: list[GroupTable]) -> GroupEntries:
+        """One list for each sequence: all heads read the same pages."""
+        offsets = self._cache.arena.offsets
+        entry_start = np.zeros(len(tables) + 1, dtype=np.int32)
+        np.cumsum([len(table.entries) for table in tables], out=entry_start[1:])
+        return GroupEntries(
+            first_list=np.arange(len(tables) + 1, dtype=np.int32),
+            entry_start=entry_start,
+            page_offset=offsets[np.concatenate([table.entries.handles for table in tables])],
+            page_format=self._format_ids[np.concatenate([table.entries.classes for table in tables])],
+            position=np.concatenate([table.entries.positions for table in tables]),
+            n_tokens=np.concatenate([table.entries.n_tokens for table in tables]),
+            open_offset=np.array(
+                [-1 if table.open_page is None else offsets[table.open_page] for table in tables], dtype=np.int64
+            ),
+        )
+
+
+def _table_of(item: ScheduledSequence) -> BlockTable:
+    if item.sequence.table is None:
+        raise ValueError("a scheduled sequence has no pages")
+    return item.sequence.table

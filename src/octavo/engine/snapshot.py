@@ -11,7 +11,9 @@ from octavo.engine.client import EngineStats, FrameMap, PageCounts
 from octavo.engine.scheduler import Scheduler
 
 
-def engine_stats(cache: KVCache, scheduler: Scheduler, *, generation_tokens: int, steps: int) -> EngineStats:
+def engine_stats(
+    cache: KVCache, scheduler: Scheduler, *, generation_tokens: int, cascade_refused: int, steps: int
+) -> EngineStats:
     """Taken on the engine's thread, between steps."""
     counts = cache.stats()
     groups = cache.groups
@@ -33,6 +35,7 @@ def engine_stats(cache: KVCache, scheduler: Scheduler, *, generation_tokens: int
         generation_tokens=generation_tokens,
         preemptions=scheduler.preemptions,
         evicted_pages=counts.evicted_pages,
+        cascade_refused=cascade_refused,
         steps=steps,
     )
 

@@ -7,8 +7,11 @@ every backend keeps, because a cache hit must never change an answer:
   rows the call has, which rows they are, or how many threads run.
 - The visibility rule. A query at position t reads every page before its own in sealed form and the tokens of its own
   page exactly. `attention_block` therefore seals each page that its rows complete, in this layer, before attending.
-- Attention reduces fixed splits of SPLIT_PAGES pages counted from position 0, each from a fresh (max, sum,
-  accumulator), merged from left to right.
+- Attention reads a list of entries (`GroupEntries`) in splits, each from a fresh (max, sum, accumulator), merged from
+  left to right. A split is a maximal run of consecutive entries whose position // (SPLIT_PAGES * page_size) is the
+  same, of at most SPLIT_PAGES entries; the query's own page joins the last run if it lies in the same span and the run
+  has fewer than SPLIT_PAGES entries, else it is a split of its own. So the splits of a sequence with all its pages are
+  SPLIT_PAGES pages each, counted from position 0.
 """
 
 from __future__ import annotations
@@ -35,32 +38,68 @@ U8 = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
+class GroupEntries:
+    """The pages of one cache group that a step touches, as flat arrays: s segments, l lists, e entries.
+
+    An entry is a sealed page, and says which tokens it holds. A list is what a head reads. Its rules; who breaks one
+    gets a ValueError that names the segment, the list and the entry:
+
+    - Entries are in order, position[j] + n_tokens[j] <= position[j + 1]. Any may be missing. An entry's tokens may have
+      gaps between them: they lie in order at position[j] or behind it, and before position[j + 1].
+    - A page that the segment completes in this step has an entry in each of the segment's lists, with its page's start
+      as position and n_tokens == page_size. `page_offset` is then where the step seals it; lists may name different
+      pages.
+    - Every other entry lies wholly before the segment's first own page (the page of its first row): position +
+      n_tokens <= that page's start.
+
+    A query in own page p reads the entries with position < p * page_size, then its own page exactly.
+
+    Attributes:
+        first_list: int32 [s + 1], lists of segment i are first_list[i] .. first_list[i + 1]: one, read by every layer
+            and KV head of the group; or one for each, layer by layer and within a layer head by head.
+        entry_start: int32 [l + 1], entries of each list in the four arrays below.
+        page_offset: int64 [e], byte offset of the page.
+        page_format: uint8 [e], format id, as `add_format` returned it for this group.
+        position: int32 [e], true position of the entry's first token.
+        n_tokens: int32 [e], 1 .. page_size: slots 0 .. n_tokens - 1 hold tokens. All else in the page is arbitrary:
+            other slots' keys, values and scales of values, and what belongs to heads and layers that do not read it.
+        open_offset: int64 [s], the sequence's open page in the open format; -1 where the segment starts and ends on
+            a page edge. It holds the tokens before `Batch.position` in the segment's first page; after the call it
+            holds those of the last, unfinished page. Bytes of unused slots are arbitrary.
+    """
+
+    first_list: I32
+    entry_start: I32
+    page_offset: I64
+    page_format: U8
+    position: I32
+    n_tokens: I32
+    open_offset: I64
+
+    def entries_of(self, segment: int, layer: int, head: int, n_kv_heads: int) -> range:
+        """The entries that a KV head of the group's layer-th layer reads."""
+        first, n = int(self.first_list[segment]), int(self.first_list[segment + 1] - self.first_list[segment])
+        at = first if n == 1 else first + layer * n_kv_heads + head
+        return range(int(self.entry_start[at]), int(self.entry_start[at + 1]))
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """One step's rows and the pages they touch, as flat arrays. A segment is a run of consecutive tokens of a sequence.
 
     Attributes:
-        memory: uint8 [arena bytes], the arena; offsets below are byte offsets into it.
+        store: the arena's bytes, as `new_store` made them; offsets are from its start.
         tokens: int32 [n], token ids of all rows, segment after segment.
         row_start: int32 [s + 1], rows of segment i are row_start[i] .. row_start[i + 1].
         position: int32 [s], position in its sequence of the segment's first row.
-        entry_start: int32 [s + 1], entries of segment i in the two arrays below.
-        page_offset: int64 [e], sealed pages. Entry j of a segment holds positions j * page_size onwards. Listed are
-            all pages that are full once the step is done: those sealed before, and those this step seals (whose
-            offset is where to write).
-        page_format: uint8 [e], format id of each entry, as `add_format` returned it.
-        open_offset: int64 [s], the sequence's open page in the open format; -1 where the segment starts and ends on
-            a page edge. It holds the tokens before `position` in the segment's first page; after the call it holds
-            those of the last, unfinished page. Bytes of unused slots are arbitrary.
+        groups: the pages of each cache group, in the order of `ModelSpec.cache_spec().groups`.
     """
 
-    memory: U8
+    store: PageStore
     tokens: I32
     row_start: I32
     position: I32
-    entry_start: I32
-    page_offset: I64
-    page_format: U8
-    open_offset: I64
+    groups: tuple[GroupEntries, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +137,12 @@ class Ops(Protocol):
     #: Instruction-set path and kernel revision, as in "avx2/1": part of the numeric fingerprint.
     arithmetic: str
 
+    @property
+    def cascade_refused(self) -> int:
+        """Tiles of rows, over all steps, that could have shared the reading of pages with others but were run alone,
+        since the partial results of all would have taken too much memory. Their results are the same."""
+        ...
+
     def prepare_embedding(self, weight: Tensor) -> Any: ...
 
     def prepare_attention(self, spec: ModelSpec, layer: int, weights: AttentionWeights, page_size: int) -> Any: ...
@@ -106,8 +151,8 @@ class Ops(Protocol):
 
     def prepare_head(self, spec: ModelSpec, norm: F32, weight: Tensor) -> Any: ...
 
-    def add_format(self, fmt: PageFormat) -> int:
-        """Register a sealed form; returns its id for Batch.page_format."""
+    def add_format(self, group: int, fmt: PageFormat) -> int:
+        """Register a sealed form of a cache group; returns its id for GroupEntries.page_format. Ids count per group."""
         ...
 
     def new_store(self, n_bytes: int) -> PageStore:
@@ -121,7 +166,9 @@ class Ops(Protocol):
     def attention_block(self, block: Any, hidden: F32, batch: Batch) -> None:
         """hidden += W_o attention(rope(W_qkv norm(hidden))), writing keys and values to the batch's pages.
 
-        Raises CodecRangeError when a page cannot be sealed; the step must then be abandoned.
+        Raises CodecRangeError when a page cannot be sealed or read; the step must then be abandoned. Open pages hold
+        the tokens before the step's rows as they did before it, in all layers of all groups, so that any of its
+        segments can be run again from the same position. Pages that the step was to seal are undefined.
         """
         ...
 

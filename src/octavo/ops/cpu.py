@@ -63,8 +63,15 @@ class CpuOps:
     def prepare_head(self, spec: ModelSpec, norm: F32, weight: Tensor) -> Any:
         return _cpu.Head(self.context, norm, spec.norm_eps, stored(weight))
 
-    def add_format(self, fmt: PageFormat) -> int:
-        return self._attention.add_format(fmt)
+    def add_format(self, group: int, fmt: PageFormat) -> int:
+        return self._attention.add_format(group, fmt)
+
+    @property
+    def cascade_refused(self) -> int:
+        """Tiles, over all steps and cache groups, whose pages were not read once for all that share them, because the
+        partial results would have taken too much memory. A tile is the rows of a page that are attended together: a
+        decoding sequence has one."""
+        return self._attention.cascade_refused
 
     def new_store(self, n_bytes: int) -> HostStore:
         return HostStore(n_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -9,40 +10,51 @@ import numpy as np
 import octavo.ops._cpu as _cpu
 from octavo.cache.format import PageFormat, PlacedPlane, open_format
 from octavo.codecs.base import Role
-from octavo.errors import UnsupportedError
+from octavo.errors import CodecRangeError, UnsupportedError
 from octavo.models.rope import rope_tables
 from octavo.models.spec import AttentionWeights, ModelSpec, Tensor
 from octavo.ops.base import F32, SPLIT_PAGES, Batch
+from octavo.ops.host_store import host_memory
 
 #: Rotary tables start with this many positions and double as sequences grow.
 _FIRST_POSITIONS = 4096
 
 
+@dataclass(slots=True)
+class _Group:
+    """One cache group: its formats, and once the model is known its cache layout and the step that a batch becomes."""
+
+    formats: list[PageFormat] = field(default_factory=list)
+    cache: Any = None
+    step: Any = None
+
+
 class CpuAttention:
     """Prepares and runs attention blocks.
 
-    All layers share one cache layout, one rotary table, and the step that a batch is turned into: checked
-    and cut into tasks once, then used by every layer.
+    All layers share one rotary table, those of a cache group one cache layout, and the step that a batch is turned
+    into: checked and cut into tasks once, then used by every layer.
     """
 
     def __init__(self, context: Any) -> None:
         self._context = context
-        self._formats: list[PageFormat] = []
+        self._groups: list[_Group] = []
         self._spec: ModelSpec | None = None
         self._page_size = 0
-        self._cache: Any = None
         self._cos = self._sin = np.empty((0, 0), np.float32)
         self._batch: Batch | None = None
-        self._step: Any = None
+        #: Tiles that shared pages and were run alone all the same (`Step.cascade_refused`), over all steps and groups.
+        self.cascade_refused = 0
 
-    def add_format(self, fmt: PageFormat) -> int:
-        """The format's id. The same format again gets the same id."""
-        if fmt in self._formats:
-            return self._formats.index(fmt)
-        if self._cache is not None:
-            self._register(fmt)
-        self._formats.append(fmt)
-        return len(self._formats) - 1
+    def add_format(self, group: int, fmt: PageFormat) -> int:
+        """The format's id in its group. The same format again gets the same id."""
+        entry = self._group(group)
+        if fmt in entry.formats:
+            return entry.formats.index(fmt)
+        if entry.cache is not None:
+            self._register(entry.cache, fmt)
+        entry.formats.append(fmt)
+        return len(entry.formats) - 1
 
     def prepare(self, spec: ModelSpec, layer: int, weights: AttentionWeights, page_size: int) -> Any:
         """One layer's block. Raises LoadError or UnsupportedError where the kernels cannot take it."""
@@ -50,9 +62,11 @@ class CpuAttention:
         biases = [b for b in (weights.q_bias, weights.k_bias, weights.v_bias) if b is not None]
         if len(biases) not in (0, 3):
             raise UnsupportedError(f"layer {layer} has a bias on {len(biases)} of query, key and value: all or none")
-        return _cpu.AttentionBlock(
+        group, index = spec.cache_spec().group_of(layer)
+        block = _cpu.AttentionBlock(
             self._context,
-            self._cache,
+            self._groups[group].cache,
+            index,
             layer,
             spec.norm_eps,
             spec.head_dim**-0.5,
@@ -62,18 +76,33 @@ class CpuAttention:
             q_norm=weights.q_norm,
             k_norm=weights.k_norm,
         )
+        return block, group
 
-    def run(self, block: Any, hidden: F32, batch: Batch) -> None:
-        """hidden [n, d_model] += the block's output for the batch."""
+    def run(self, prepared: Any, hidden: F32, batch: Batch) -> None:
+        """hidden [n, d_model] += the block's output for the batch. Raises CodecRangeError."""
+        block, group = prepared
         if batch is not self._batch:
             self._assign(batch)
-        block.run(self._context, self._step, hidden)
+        try:
+            block.run(self._context, self._groups[group].step, hidden)
+        except CodecRangeError:
+            # The block has restored its own group's open pages.
+            for other in self._groups:
+                other.step.restore()
+            self._batch = None
+            raise
+
+    def _group(self, group: int) -> _Group:
+        while len(self._groups) <= group:
+            self._groups.append(_Group())
+        return self._groups[group]
 
     def forget(self) -> None:
         """Drop the last batch: it and the step hold the arena."""
         self._batch = None
-        if self._step is not None:
-            self._step.clear()
+        for group in self._groups:
+            if group.step is not None:
+                group.step.clear()
 
     def _set_model(self, spec: ModelSpec, page_size: int) -> None:
         if self._spec is not None:
@@ -82,45 +111,51 @@ class CpuAttention:
             return
         if spec.n_heads % spec.n_kv_heads:
             raise UnsupportedError(f"{spec.n_heads} query heads do not divide among {spec.n_kv_heads} KV heads")
-        if spec.head_dim % 8:
-            raise UnsupportedError(f"head_dim must be a multiple of 8, got {spec.head_dim}")
-        fmt = open_format(spec.cache_spec().groups[0], page_size)
-        self._cache = _cpu.CacheLayout(
-            self._context,
-            page_size,
-            spec.n_kv_heads,
-            spec.head_dim,
-            spec.n_heads // spec.n_kv_heads,
-            SPLIT_PAGES,
-            [_plane(p) for p in fmt.planes[Role.KEY]],
-            [_plane(p) for p in fmt.planes[Role.VALUE]],
-            fmt.page_bytes,
-        )
-        self._step = _cpu.Step(self._cache)
+        if spec.head_dim % 8 or spec.head_dim > _cpu.MAX_HEAD_DIM:
+            raise UnsupportedError(f"head_dim must be a multiple of 8 up to {_cpu.MAX_HEAD_DIM}, got {spec.head_dim}")
+        for i, kind in enumerate(spec.cache_spec().groups):
+            group, fmt = self._group(i), open_format(kind, page_size)
+            group.cache = _cpu.CacheLayout(
+                self._context,
+                page_size,
+                spec.n_kv_heads,
+                spec.head_dim,
+                spec.n_heads // spec.n_kv_heads,
+                SPLIT_PAGES,
+                [_plane(p) for p in fmt.planes[Role.KEY]],
+                [_plane(p) for p in fmt.planes[Role.VALUE]],
+                fmt.page_bytes,
+            )
+            group.step = _cpu.Step(group.cache)
+            for other in group.formats:
+                self._register(group.cache, other)
         self._spec, self._page_size = spec, page_size
-        for other in self._formats:
-            self._register(other)
 
-    def _register(self, fmt: PageFormat) -> None:
+    def _register(self, cache: Any, fmt: PageFormat) -> None:
         keys, values = ([_plane(p) for p in fmt.planes[role]] for role in (Role.KEY, Role.VALUE))
-        self._cache.add_format(self._context, keys, values, fmt.page_bytes)
+        cache.add_format(self._context, keys, values, fmt.page_bytes)
 
     def _assign(self, batch: Batch) -> None:
-        """Turn the batch into the step that all layers run."""
+        """Turn the batch into the steps that all layers run."""
         self._grow_tables(int((batch.position + batch.row_start[1:] - batch.row_start[:-1]).max()))
         self._batch = None
-        self._step.assign(
-            self._context,
-            batch.memory,
-            batch.row_start,
-            batch.position,
-            batch.entry_start,
-            batch.page_offset,
-            batch.page_format,
-            batch.open_offset,
-            self._cos,
-            self._sin,
-        )
+        for group, entries in zip(self._groups, batch.groups, strict=True):
+            group.step.assign(
+                self._context,
+                host_memory(batch.store),
+                batch.row_start,
+                batch.position,
+                entries.first_list,
+                entries.entry_start,
+                entries.page_offset,
+                entries.page_format,
+                entries.position,
+                entries.n_tokens,
+                entries.open_offset,
+                self._cos,
+                self._sin,
+            )
+            self.cascade_refused += group.step.cascade_refused
         self._batch = batch
 
     def _grow_tables(self, n: int) -> None:

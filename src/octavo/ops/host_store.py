@@ -8,7 +8,7 @@ import mmap
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.cache.store import ExportedPage
+from octavo.cache.store import ExportedPage, PageStore
 from octavo.errors import IntegrityError
 
 
@@ -47,6 +47,13 @@ class HostStore:
 
     def close(self) -> None:
         self.memory = np.empty(0, dtype=np.uint8)
+
+
+def host_memory(store: PageStore) -> NDArray[np.uint8]:
+    """The memory of a store that a backend of the host has made. Raises TypeError for another's."""
+    if not isinstance(store, HostStore):
+        raise TypeError(f"a backend of the host reads a HostStore, got {type(store).__name__}")
+    return store.memory
 
 
 def _checksum(data: bytes) -> bytes:

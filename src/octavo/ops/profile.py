@@ -95,6 +95,10 @@ class ProfiledOps:
         self.name = ops.name
         self.arithmetic = ops.arithmetic
 
+    @property
+    def cascade_refused(self) -> int:
+        return self._ops.cascade_refused
+
     def prepare_embedding(self, weight: Tensor) -> Any:
         return self._ops.prepare_embedding(weight)
 
@@ -107,8 +111,8 @@ class ProfiledOps:
     def prepare_head(self, spec: ModelSpec, norm: F32, weight: Tensor) -> Any:
         return self._ops.prepare_head(spec, norm, weight)
 
-    def add_format(self, fmt: PageFormat) -> int:
-        return self._ops.add_format(fmt)
+    def add_format(self, group: int, fmt: PageFormat) -> int:
+        return self._ops.add_format(group, fmt)
 
     def new_store(self, n_bytes: int) -> PageStore:
         return self._ops.new_store(n_bytes)

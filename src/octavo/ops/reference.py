@@ -7,7 +7,7 @@ codecs that define their bytes. Slow by design. Needs the `torch` extra.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,7 @@ from octavo.models.loading.dequant import dequantize
 from octavo.models.rope import rope_tables
 from octavo.models.spec import AttentionWeights, MlpWeights, ModelSpec, Tensor
 from octavo.ops.base import Batch, Sampling
-from octavo.ops.host_store import HostStore
+from octavo.ops.host_store import HostStore, host_memory
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
@@ -46,7 +46,8 @@ def _rms_norm(x: T, weight: T, eps: float) -> T:
 @dataclass(frozen=True, slots=True)
 class _Attention:
     spec: ModelSpec
-    layer: int
+    group: int  # of the model's cache groups
+    index: int  # of the layer within its group
     page_size: int
     keys: PlacedPlane
     values: PlacedPlane
@@ -85,9 +86,11 @@ class ReferenceOps:
 
     name = "reference"
     arithmetic = f"torch-{torch.__version__}/1"
+    #: Nothing is shared here, so nothing is refused.
+    cascade_refused = 0
 
     def __init__(self) -> None:
-        self._formats: list[PageFormat] = []
+        self._formats: dict[int, list[PageFormat]] = {}  # by cache group
         self._batch: Batch | None = None
         #: What this step has written over in open pages: a step that fails leaves them as they were.
         self._overwritten: list[tuple[int, U8]] = []
@@ -107,7 +110,7 @@ class ReferenceOps:
         norm = _vector(weights.norm)
         assert norm is not None
         return _Attention(
-            spec=spec, layer=layer, page_size=page_size, keys=opened.planes[Role.KEY][index],
+            spec=spec, group=group, index=index, page_size=page_size, keys=opened.planes[Role.KEY][index],
             values=opened.planes[Role.VALUE][index],
             norm=norm, q=_matrix(weights.q), k=_matrix(weights.k), v=_matrix(weights.v), o=_matrix(weights.o),
             q_bias=_vector(weights.q_bias), k_bias=_vector(weights.k_bias), v_bias=_vector(weights.v_bias),
@@ -124,9 +127,10 @@ class ReferenceOps:
         assert vector is not None
         return _Head(spec.norm_eps, vector, _matrix(weight))
 
-    def add_format(self, fmt: PageFormat) -> int:
-        self._formats.append(fmt)
-        return len(self._formats) - 1
+    def add_format(self, group: int, fmt: PageFormat) -> int:
+        formats = self._formats.setdefault(group, [])
+        formats.append(fmt)
+        return len(formats) - 1
 
     def new_store(self, n_bytes: int) -> HostStore:
         return HostStore(n_bytes)
@@ -143,7 +147,7 @@ class ReferenceOps:
                 self._attend_segment(block, hidden, batch, s)
         except CodecRangeError:
             for start, before in reversed(self._overwritten):
-                batch.memory[start : start + before.size] = before
+                host_memory(batch.store)[start : start + before.size] = before
             self._batch = None
             raise
 
@@ -182,22 +186,20 @@ class ReferenceOps:
         self._batch, self._overwritten = None, []
 
     def _attend_segment(self, block: _Attention, hidden: F32, batch: Batch, s: int) -> None:
-        spec, size = block.spec, block.page_size
+        spec, size, memory = block.spec, block.page_size, host_memory(batch.store)
+        group, formats = batch.groups[block.group], self._formats[block.group]
         first, last = int(batch.row_start[s]), int(batch.row_start[s + 1])
         position = int(batch.position[s])
-        entries = range(int(batch.entry_start[s]), int(batch.entry_start[s + 1]))
-        offsets = [int(batch.page_offset[e]) for e in entries]
-        formats = [self._formats[int(batch.page_format[e])] for e in entries]
 
         # Exact keys and values of every page that the segment touches, [pages, page_size, heads, dim].
         first_page = position // size
         n_pages = -(-(position + last - first) // size) - first_page
         exact_k = np.zeros((n_pages, size, spec.n_kv_heads, spec.head_dim), dtype=np.float32)
         exact_v = np.zeros_like(exact_k)
-        opened = int(batch.open_offset[s])
+        opened = int(group.open_offset[s])
         if position % size:
-            exact_k[0, : position % size] = _read(block.keys, batch.memory, opened)[: position % size]
-            exact_v[0, : position % size] = _read(block.values, batch.memory, opened)[: position % size]
+            exact_k[0, : position % size] = _read(block.keys, memory, opened)[: position % size]
+            exact_v[0, : position % size] = _read(block.values, memory, opened)[: position % size]
         queries = []
         for i in range(last - first):
             q, k, v = self._project(block, hidden[first + i], position + i)
@@ -206,26 +208,45 @@ class ReferenceOps:
             exact_v[slot // size, slot % size] = v.numpy()
             queries.append(q)
 
-        for p in range(first_page, (position + last - first) // size):
-            _write(formats[p].planes[Role.KEY][block.layer], batch.memory, offsets[p], exact_k[p - first_page])
-            _write(formats[p].planes[Role.VALUE][block.layer], batch.memory, offsets[p], exact_v[p - first_page])
+        # What each head reads, as entries of the group.
+        lists = [group.entries_of(s, block.index, head, spec.n_kv_heads) for head in range(spec.n_kv_heads)]
+
+        def sealed_planes(entry: int) -> tuple[PlacedPlane, PlacedPlane, int]:
+            """Keys and values of this layer in an entry's page, and the page's offset."""
+            planes = formats[group.page_format[entry]].planes
+            return planes[Role.KEY][block.index], planes[Role.VALUE][block.index], int(group.page_offset[entry])
+
+        for page in range(first_page, (position + last - first) // size):
+            for head, entries in enumerate(lists):
+                (entry,) = (e for e in entries if group.position[e] == page * size)
+                keys, values, offset = sealed_planes(entry)
+                _write_head(keys, memory, offset, head, exact_k[page - first_page])
+                _write_head(values, memory, offset, head, exact_v[page - first_page])
         if (position + last - first) % size:
             for placed, exact in ((block.keys, exact_k), (block.values, exact_v)):
-                start = opened + placed.offset
-                self._overwritten.append((start, batch.memory[start : start + placed.n_bytes].copy()))
-                _write(placed, batch.memory, opened, exact[-1])
+                self._overwritten.append((opened + placed.offset, _plane_bytes(placed, memory, opened).copy()))
+                _write(placed, memory, opened, exact[-1])
 
-        sealed = [
-            tuple(_read(f.planes[role][block.layer], batch.memory, o) for role in (Role.KEY, Role.VALUE))
-            for f, o in zip(formats, offsets, strict=True)
-        ]
+        # The entries as they read back, [tokens, dim] each.
+        sealed: list[list[tuple[F32, F32]]] = []
+        for head, entries in enumerate(lists):
+            sealed.append([])
+            for entry in entries:
+                keys, values, offset = sealed_planes(entry)
+                n = int(group.n_tokens[entry])
+                key, value = (_read_head(placed, memory, offset, head, n) for placed in (keys, values))
+                sealed[head].append((key, value))
+
         for i, q in enumerate(queries):
             page, slot = divmod(position + i, size)
-            own = (exact_k[page - first_page, : slot + 1], exact_v[page - first_page, : slot + 1])
-            seen = [*sealed[:page], own]
-            keys = torch.from_numpy(np.concatenate([k for k, _ in seen]))
-            values = torch.from_numpy(np.concatenate([v for _, v in seen]))
-            hidden[first + i] += torch.mv(block.o, _attend(q, keys, values)).numpy()
+            attended = []
+            for head, queries_of_head in enumerate(q.chunk(spec.n_kv_heads)):
+                entries = lists[head]
+                before = sum(group.position[e] < page * size for e in entries)
+                own = (exact_k[page - first_page, : slot + 1, head], exact_v[page - first_page, : slot + 1, head])
+                seen = [*sealed[head][:before], own]
+                attended.append(_attend(queries_of_head, _joined(k for k, _ in seen), _joined(v for _, v in seen)))
+            hidden[first + i] += torch.mv(block.o, torch.cat(attended).flatten()).numpy()
 
     def _project(self, block: _Attention, row: F32, position: int) -> tuple[T, T, T]:
         spec = block.spec
@@ -265,6 +286,11 @@ def _row(row: F32) -> T:
     return torch.from_numpy(row.copy())
 
 
+def _joined(parts: Iterable[F32]) -> T:
+    """[tokens, dim] each -> all of them; a copy for the same reason."""
+    return torch.from_numpy(np.concatenate(list(parts))).clone()
+
+
 def _rotate(x: T, cos: T, sin: T) -> T:
     """x: [heads, dim]; channel i turns with channel i + dim / 2."""
     a, b = x.chunk(2, dim=-1)
@@ -272,21 +298,35 @@ def _rotate(x: T, cos: T, sin: T) -> T:
 
 
 def _attend(q: T, keys: T, values: T) -> T:
-    """q [heads, dim], keys and values [tokens, kv_heads, dim] -> [heads * dim]."""
-    n_heads, dim = q.shape
-    group = n_heads // keys.shape[1]
+    """q [queries, dim], keys and values [tokens, dim] of the KV head that they share -> [queries, dim]."""
     out = torch.empty_like(q)
-    for h in range(n_heads):
-        scores = torch.mv(keys[:, h // group].contiguous(), q[h].clone()) / math.sqrt(dim)
-        out[h] = torch.mv(values[:, h // group].t().contiguous(), torch.softmax(scores, dim=0))
-    return out.flatten()
+    for i, query in enumerate(q):
+        scores = torch.mv(keys, query.clone()) / math.sqrt(q.shape[1])
+        out[i] = torch.mv(values.t().contiguous(), torch.softmax(scores, dim=0))
+    return out
+
+
+def _plane_bytes(placed: PlacedPlane, memory: U8, page_offset: int) -> U8:
+    """The plane's bytes in the arena, to read or to write."""
+    start = page_offset + placed.offset
+    return memory[start : start + placed.n_bytes]
 
 
 def _read(placed: PlacedPlane, memory: U8, page_offset: int) -> F32:
-    start = page_offset + placed.offset
-    return placed.codec.decode(memory[start : start + placed.n_bytes], placed.plane)
+    return placed.codec.decode(_plane_bytes(placed, memory, page_offset), placed.plane)
 
 
 def _write(placed: PlacedPlane, memory: U8, page_offset: int, values: F32) -> None:
-    start = page_offset + placed.offset
-    memory[start : start + placed.n_bytes] = placed.codec.encode(values, placed.plane)
+    _plane_bytes(placed, memory, page_offset)[:] = placed.codec.encode(values, placed.plane)
+
+
+def _read_head(placed: PlacedPlane, memory: U8, page_offset: int, head: int, n_tokens: int) -> F32:
+    """One head's first n_tokens tokens, [n_tokens, dim]. Other heads' bytes and other tokens' are not looked at."""
+    data = _plane_bytes(placed, memory, page_offset)[placed.codec.head_bytes(placed.plane)[head]]
+    return placed.codec.decode(data, placed.plane.head(head), n_tokens)[:, 0]
+
+
+def _write_head(placed: PlacedPlane, memory: U8, page_offset: int, head: int, values: F32) -> None:
+    """values [page_size, heads, dim], of which one head is written."""
+    data = placed.codec.encode(np.ascontiguousarray(values[:, head : head + 1]), placed.plane.head(head))
+    _plane_bytes(placed, memory, page_offset)[placed.codec.head_bytes(placed.plane)[head]] = data
