@@ -64,7 +64,7 @@ class _Reader:
         frames = footprint.frames_for([max_tokens]) + 1
         footprint = plan(spec, page_size, [form], frames * footprint.frame_bytes)
         self._cache = KVCache(footprint, ops.new_store(footprint.arena_bytes), prefix_cache=False)
-        self._identity = PrefixIdentity((), "", form.name, "all", "")
+        self._identity = PrefixIdentity((), "", form.name, "all", "", "")
         self._runner = Runner(decoder, ops, self._cache)
         self._text: _Text | None = None
 

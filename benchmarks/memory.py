@@ -80,7 +80,7 @@ def waste(spec: CacheSpec, page_size: int, codec: str, lengths: Sequence[int]) -
     form = Form(keys, values or keys)
     footprint = plan(spec, page_size, [form], BUDGET)
     cache = KVCache(footprint, HostStore(footprint.arena_bytes), prefix_cache=False)
-    identity = PrefixIdentity((), "", form.name, "all", "")
+    identity = PrefixIdentity((), "", form.name, "all", "", "")
     for length in lengths:
         table = cache.new_table(identity)
         tokens = np.zeros(length, dtype=np.int32)

@@ -26,7 +26,7 @@ MAX_NUM_SEQS = 16
 class OctavoWorker:
     def __init__(self) -> None:
         self._tokens: list[int] = []
-        self._namespace = ""
+        self._salt = ""
 
     def load(self, model: str, cache: str, threads: int, n_ctx: int, backend: str = "cpu") -> Mapping[str, Any]:
         """`cache` is a codec, or one for keys and one for values: "int8/int4"."""
@@ -58,11 +58,11 @@ class OctavoWorker:
     def prefill(self, tokens: list[int], marks: list[int]) -> Mapping[str, Any]:
         """Without a prefix hit; seconds from submission until each of `marks` tokens is in the cache. The last mark,
         which must be len(tokens), includes the choice of the next token."""
-        # Pages are shared within a namespace only.
-        self._tokens, self._namespace = tokens, uuid.uuid4().hex
+        # Pages are shared within a cache_salt only.
+        self._tokens, self._salt = tokens, uuid.uuid4().hex
         wanted, seconds = set(marks), {}
         start = time.perf_counter()
-        for event in self._llm.stream(tokens, _greedy(1), namespace=self._namespace):
+        for event in self._llm.stream(tokens, _greedy(1), cache_salt=self._salt):
             now = time.perf_counter() - start
             if isinstance(event, PromptProgress) and event.done_tokens in wanted and event.done_tokens < len(tokens):
                 seconds[str(event.done_tokens)] = now
@@ -80,7 +80,7 @@ class OctavoWorker:
             raise ValueError(f"the last prompt had {len(self._tokens)} tokens, {context} were asked for")
         times, generated = [], []
         params = replace(_greedy(n + 1), temperature=temperature, top_p=top_p, seed=0)
-        for event in self._llm.stream(self._tokens[:context], params, namespace=self._namespace):
+        for event in self._llm.stream(self._tokens[:context], params, cache_salt=self._salt):
             if isinstance(event, Delta):
                 times.append(time.perf_counter())
                 generated.extend(event.token_ids)
@@ -98,9 +98,9 @@ class OctavoWorker:
     def together(self, prefix: list[int], tails: list[list[int]], n: int, warm: bool) -> Mapping[str, Any]:
         """Requests that arrive at once: prefix and a tail each, n tokens. Per request, seconds from the arrival of all
         until each of its tokens."""
-        namespace = uuid.uuid4().hex
+        cache_salt = uuid.uuid4().hex
         if warm:
-            self._llm.generate([*prefix, 5], _greedy(1), namespace=namespace)
+            self._llm.generate([*prefix, 5], _greedy(1), cache_salt=cache_salt)
         times: list[list[float]] = [[] for _ in tails]
         failed: list[Exception] = []
         done = threading.Semaphore(0)
@@ -115,7 +115,7 @@ class OctavoWorker:
 
         start = time.perf_counter()
         for i, tail in enumerate(tails):
-            request = GenerateRequest(uuid.uuid4().hex, prompt_array([*prefix, *tail]), _greedy(n), namespace)
+            request = GenerateRequest(uuid.uuid4().hex, prompt_array([*prefix, *tail]), _greedy(n), cache_salt)
             self._llm.engine.submit(request, partial(sink, i))
         for _ in tails:
             done.acquire()
@@ -136,7 +136,9 @@ class OctavoWorker:
 
     def nll(self, tokens: list[int]) -> Mapping[str, Any]:
         """-log p of tokens[1:], each given all before it."""
-        output = self._llm.generate(tokens, SamplingParams(max_tokens=0, prompt_logprobs=0), namespace=uuid.uuid4().hex)
+        output = self._llm.generate(
+            tokens, SamplingParams(max_tokens=0, prompt_logprobs=0), cache_salt=uuid.uuid4().hex
+        )
         return {"nll": [-entry.logprob for entry in output.prompt_logprobs[1:]]}
 
     def greedy(self, tokens: list[int], n: int) -> Mapping[str, Any]:

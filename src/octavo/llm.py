@@ -112,15 +112,15 @@ class LLM:
         self.tokenizer = engine.tokenizer
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, *, namespace: str = ""
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, *, cache_salt: str = ""
     ) -> Any:
         """Complete one prompt (-> RequestOutput) or several at once (-> list of RequestOutput, in order).
 
         A prompt is text or token ids. Raises RequestError for the first prompt that cannot be served.
         """
         if _is_one_prompt(prompts):
-            return self._run([self._tokens(prompts)], params, namespace)[0]
-        return self._run([self._tokens(p) for p in prompts], params, namespace)
+            return self._run([self._tokens(prompts)], params, cache_salt)[0]
+        return self._run([self._tokens(p) for p in prompts], params, cache_salt)
 
     def chat(
         self,
@@ -128,21 +128,21 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        namespace: str = "",
+        cache_salt: str = "",
     ) -> RequestOutput:
         """Answer a conversation in OpenAI's message shape, through the model's own chat template."""
         tokens = prompt_array(self.tokenizer.apply_chat_template(messages, tools=tools))
-        return self._run([tokens], params, namespace)[0]
+        return self._run([tokens], params, cache_salt)[0]
 
     def stream(
-        self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None, *, namespace: str = ""
+        self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None, *, cache_salt: str = ""
     ) -> Iterator[Event]:
         """The engine's events for one prompt or conversation, as they happen: Started, PromptProgress ..., Delta ...,
         Finished. Leaving the loop early cancels the request."""
         chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
         tokens = prompt_array(self.tokenizer.apply_chat_template(prompt)) if chat else self._tokens(prompt)  # type: ignore[arg-type]
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        request = self._request(tokens, params, namespace)
+        request = self._request(tokens, params, cache_salt)
         self.engine.submit(request, events.put)
         over = False
         try:
@@ -179,8 +179,8 @@ class LLM:
             raise RequestError(f"a prompt is text or token ids, got {type(prompt).__name__}", param="prompt")
         return prompt_array(prompt)
 
-    def _request(self, tokens: I32, params: SamplingParams | None, namespace: str) -> GenerateRequest:
-        return GenerateRequest(f"llm-{uuid.uuid4().hex}", tokens, params or SamplingParams(), namespace)
+    def _request(self, tokens: I32, params: SamplingParams | None, cache_salt: str) -> GenerateRequest:
+        return GenerateRequest(f"llm-{uuid.uuid4().hex}", tokens, params or SamplingParams(), cache_salt)
 
     def _next(self, events: queue.SimpleQueue[Event]) -> Event:
         """The next event. Raises EngineStopped when the engine is dead and none is left."""
@@ -193,9 +193,9 @@ class LLM:
                 if not alive:
                     raise EngineStopped("the engine has stopped; its log has the reason") from None
 
-    def _run(self, prompts: list[I32], params: SamplingParams | None, namespace: str) -> list[RequestOutput]:
+    def _run(self, prompts: list[I32], params: SamplingParams | None, cache_salt: str) -> list[RequestOutput]:
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        requests = [self._request(tokens, params, namespace) for tokens in prompts]
+        requests = [self._request(tokens, params, cache_salt) for tokens in prompts]
         outputs = {
             r.request_id: RequestOutput(tokens, [Completion(i) for i in range(r.params.n)])
             for r, tokens in zip(requests, prompts, strict=True)

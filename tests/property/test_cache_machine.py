@@ -43,8 +43,8 @@ texts = st.sampled_from(range(len(TEXTS)))
 lengths = st.integers(1, 5 * PAGE)
 
 
-def identity(namespace: str, form: str = "int8") -> PrefixIdentity:
-    return PrefixIdentity(("test",), "", form, "all", namespace)
+def identity(tenant: str, form: str = "int8") -> PrefixIdentity:
+    return PrefixIdentity(("test",), "", form, "all", tenant, "")
 
 
 def footprint() -> Footprint:
@@ -92,12 +92,12 @@ class Listener:
         self.n += 1
 
 
-def stamp(group: int, form: str, namespace: str, tokens: list[int]) -> bytes:
-    return hashlib.sha256(f"{group}:{form}:{namespace}:{tokens}".encode()).digest()
+def stamp(group: int, form: str, tenant: str, tokens: list[int]) -> bytes:
+    return hashlib.sha256(f"{group}:{form}:{tenant}:{tokens}".encode()).digest()
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Tables are named by number; the model holds each one's namespace and tokens, and what was published."""
+    """Tables are named by number; the model holds each one's tenant and tokens, and what was published."""
 
     tables = Bundle("tables")
 
@@ -116,16 +116,16 @@ class CacheMachine(RuleBasedStateMachine):
         self.real[self.n], self.tokens[self.n] = table, tokens
         return self.n
 
-    @rule(target=tables, namespace=names, form=forms, text=texts, n=lengths)
-    def match(self, namespace: str, form: str, text: int, n: int) -> int:
+    @rule(target=tables, tenant=names, form=forms, text=texts, n=lengths)
+    def match(self, tenant: str, form: str, text: int, n: int) -> int:
         prompt = TEXTS[text][:n]
-        table = self.cache.new_table(identity(namespace, form))
+        table = self.cache.new_table(identity(tenant, form))
         match = self.cache.match_prefix(table, np.array(prompt, dtype=np.int32), len(prompt) - 1)
         cached = match.n_tokens
         assert cached == table.num_computed_tokens == match.end.at_token == len(match.path) * PAGE
         assert cached < len(prompt)
         for end in range(PAGE, cached + 1, PAGE):
-            assert (namespace, form, tuple(prompt[:end])) in self.published, "a hit on what nobody published"
+            assert (tenant, form, tuple(prompt[:end])) in self.published, "a hit on what nobody published"
         if cached + PAGE < len(prompt):
             assert match.end.reason != "limit"
         else:
@@ -146,12 +146,12 @@ class CacheMachine(RuleBasedStateMachine):
         self.write(real, tokens, real.num_computed_tokens)
         self.cache.commit(real, np.array(tokens, dtype=np.int32), len(more))
         for end in range(PAGE, len(tokens) + 1, PAGE):
-            self.published.add((real.identity.namespace, real.identity.stored_form, tuple(tokens[:end])))
+            self.published.add((real.identity.tenant, real.identity.stored_form, tuple(tokens[:end])))
 
-    @rule(namespace=names, form=forms, text=texts, n=lengths)
-    def serve(self, namespace: str, form: str, text: int, n: int) -> None:
+    @rule(tenant=names, form=forms, text=texts, n=lengths)
+    def serve(self, tenant: str, form: str, text: int, n: int) -> None:
         """A whole request, from match to release: most of what a cache sees."""
-        table = self.match(namespace, form, text, n)
+        table = self.match(tenant, form, text, n)
         self.append(table, text, n - len(self.tokens[table]))
         self.release(table)
 
@@ -240,17 +240,17 @@ class CacheMachine(RuleBasedStateMachine):
     def every_table_reads_its_own_tokens(self) -> None:
         for key, real in self.real.items():
             tokens = self.tokens[key]
-            form, namespace = real.identity.stored_form, real.identity.namespace
+            form, tenant = real.identity.stored_form, real.identity.tenant
             assert real.num_computed_tokens == len(tokens)
             for g, own in enumerate(real.groups):
                 first = SPEC.groups[g].first_page_read(len(tokens), PAGE)
                 assert own.n_passed == first, "pages behind the window are given back"
                 for handle, position in zip(own.entries.handles, own.entries.positions, strict=True):
-                    want = stamp(g, form, namespace, tokens[: position + PAGE])
+                    want = stamp(g, form, tenant, tokens[: position + PAGE])
                     assert self.bytes_of(int(handle)) == want
                 if len(tokens) % PAGE:
                     assert own.open_page is not None
-                    assert self.bytes_of(own.open_page) == stamp(g, "open", namespace, tokens)
+                    assert self.bytes_of(own.open_page) == stamp(g, "open", tenant, tokens)
 
     def cached(self) -> int:
         return sum(usage.cached for usage in self.cache.stats().usage)
@@ -261,14 +261,14 @@ class CacheMachine(RuleBasedStateMachine):
 
     def write(self, real: BlockTable, tokens: list[int], start: int) -> None:
         """What a forward pass does: seal the pages that fill, keep the tail in the open page."""
-        form, namespace = real.identity.stored_form, real.identity.namespace
+        form, tenant = real.identity.stored_form, real.identity.tenant
         for g, own in enumerate(real.groups):
             for i in range(start // PAGE, len(tokens) // PAGE):
-                content = stamp(g, form, namespace, tokens[: (i + 1) * PAGE])
+                content = stamp(g, form, tenant, tokens[: (i + 1) * PAGE])
                 self.fill(int(own.entries.handles[i - own.n_passed]), content)
             if len(tokens) % PAGE:
                 assert own.open_page is not None
-                self.fill(own.open_page, stamp(g, "open", namespace, tokens))
+                self.fill(own.open_page, stamp(g, "open", tenant, tokens))
 
     def fill(self, handle: int, content: bytes) -> None:
         store, offset = self.cache.arena.store, int(self.cache.arena.offsets[handle])

@@ -159,9 +159,9 @@ def test_no_prefix_cache(backend: str) -> None:
 def test_namespaces_do_not_share_but_answer_the_same() -> None:
     tokens = prompt(60)
     with LLM.from_engine(tiny_engine(config("cpu", "int8"))) as llm:
-        first = llm.generate(tokens, GREEDY, namespace="ab")
-        other = llm.generate(tokens, GREEDY, namespace="a")
-        again = llm.generate(tokens, GREEDY, namespace="ab")
+        first = llm.generate(tokens, GREEDY, cache_salt="ab")
+        other = llm.generate(tokens, GREEDY, cache_salt="a")
+        again = llm.generate(tokens, GREEDY, cache_salt="ab")
         assert (first.cached_tokens, other.cached_tokens, again.cached_tokens) == (0, 0, 48)
         assert answer(first) == answer(other) == answer(again)
 

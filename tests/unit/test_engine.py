@@ -353,9 +353,9 @@ class TestTogether:
         with LLM.from_engine(tiny_engine(config)) as llm:
             outputs = llm.generate([prefix + tail for tail in tails], GREEDY)
             assert [o.cached_tokens for o in outputs] == [0] + [192] * 7
-            alone = [llm.generate(prefix + tail, GREEDY, namespace=f"{i}") for i, tail in enumerate(tails)]
+            alone = [llm.generate(prefix + tail, GREEDY, cache_salt=f"{i}") for i, tail in enumerate(tails)]
             assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in alone]
-            assert all(o.cached_tokens == 0 for o in alone), "namespaces share nothing"
+            assert all(o.cached_tokens == 0 for o in alone), "salts share nothing"
             assert llm.stats().prompt_tokens == 16 * 205
 
     def test_followers_of_a_cancelled_leader_go_on(self, engine: Engine) -> None:
@@ -404,7 +404,7 @@ class TestTypes:
             with pytest.raises(RequestError):
                 llm.generate(wrong, GREEDY)  # type: ignore[arg-type]
         with pytest.raises(RequestError):
-            llm.generate([1], GREEDY, namespace=["a"])  # type: ignore[arg-type]
+            llm.generate([1], GREEDY, cache_salt=["a"])  # type: ignore[arg-type]
 
     @pytest.mark.parametrize(
         "field",

@@ -28,8 +28,9 @@ class PrefixIdentity(NamedTuple):
     #: Name of the sealed form and how it is read ("all": every token, exactly as the visibility rule says).
     stored_form: str
     reading_policy: str
-    #: Whose pages these are: a tenant, divided further by a client's salt.
-    namespace: str
+    #: Whose pages these are, and a division of them that the tenant's client has made.
+    tenant: str
+    salt: str
 
 
 @dataclass(frozen=True, slots=True)

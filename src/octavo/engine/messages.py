@@ -127,7 +127,8 @@ class GenerateRequest:
     Attributes:
         request_id: unique among the requests that are in flight.
         prompt_token_ids: int32 [n], read-only, as `octavo.engine.prompt.prompt_array` makes it.
-        namespace: divides the prefix cache: requests share pages only within one (a client's cache salt).
+        cache_salt: divides the tenant's prefix cache further, as its client chose.
+        tenant: whose request it is; requests share pages only within one.
 
     Raises RequestError where a field has another type.
     """
@@ -135,10 +136,11 @@ class GenerateRequest:
     request_id: str
     prompt_token_ids: I32
     params: SamplingParams
-    namespace: str = ""
+    cache_salt: str = ""
+    tenant: str = ""
 
     def __post_init__(self) -> None:
-        for name, value in (("request_id", self.request_id), ("namespace", self.namespace)):
+        for name, value in (("request_id", self.request_id), ("cache_salt", self.cache_salt), ("tenant", self.tenant)):
             if not isinstance(value, str):
                 raise RequestError(f"{name} must be a string, got {_shown(value)}", param=name)
         if not is_prompt_array(self.prompt_token_ids):

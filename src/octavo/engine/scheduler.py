@@ -244,8 +244,9 @@ class Scheduler:
         return most > 0 and most > self._cache.find_prefix(self._identity(sequence), tokens, len(tokens) - 1).n_tokens
 
     def _identity(self, sequence: Sequence) -> PrefixIdentity:
-        form, namespace = self._cache.classes.default_form, sequence.request.message.namespace
-        return PrefixIdentity(self._fingerprint, "", form, "all", namespace)
+        message = sequence.request.message
+        form = self._cache.classes.default_form
+        return PrefixIdentity(self._fingerprint, "", form, "all", message.tenant, message.cache_salt)
 
     def _match_limit(self, sequence: Sequence) -> int:
         """Tokens that a hit may serve. The last one is computed again in any case: its logits choose the next."""
