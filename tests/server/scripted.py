@@ -114,7 +114,6 @@ class ScriptedEngine:
         self.tokenizer = ChatByteTokenizer()
         self.info = EngineInfo(
             model_name="scripted",
-            model_path="",
             backend="scripted",
             max_model_len=max_model_len,
             max_num_seqs=8,

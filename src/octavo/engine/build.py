@@ -57,7 +57,6 @@ def assemble_engine(model: LoadedModel, config: EngineConfig, model_name: str | 
     )
     info = EngineInfo(
         model_name=model_name or model.name,
-        model_path=str(model.path),
         backend=f"{ops.name} ({ops.arithmetic})",
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,

@@ -24,7 +24,6 @@ class EngineInfo:
     """What an engine serves and within which limits. Fixed while it runs."""
 
     model_name: str
-    model_path: str
     backend: str
     max_model_len: int
     max_num_seqs: int

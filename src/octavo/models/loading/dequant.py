@@ -25,14 +25,6 @@ def dequantize(tensor: Tensor) -> F32:
     return values if tensor.row_order is None else values[tensor.row_order]
 
 
-def dequantize_rows(tensor: Tensor, rows: NDArray[np.integer]) -> F32:
-    """float32 [len(rows), cols]: the given logical rows alone (an embedding lookup)."""
-    stored = rows if tensor.row_order is None else tensor.row_order[rows]
-    layout = LAYOUTS[tensor.dtype]
-    blocks = tensor.data.reshape(tensor.rows, tensor.row_bytes)[stored].reshape(-1, layout.bytes)
-    return _DECODERS[tensor.dtype](blocks).reshape(len(rows), tensor.cols)
-
-
 def _f16(blocks: U8, at: int) -> F32:
     """float32 [n, 1]: the half-precision number at byte `at` of each block."""
     return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
