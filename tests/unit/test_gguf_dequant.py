@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 import pytest
 
-from octavo.models.loading.dequant import dequantize, dequantize_rows
+from octavo.models.loading.dequant import dequantize
 from octavo.models.loading.gguf import LAYOUTS
 from octavo.models.spec import Tensor
 
@@ -55,15 +55,12 @@ def test_extreme_codes(dtype: str, fill: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["F32", "Q4_K", "Q8_0"])
-def test_row_order_and_rows(dtype: str) -> None:
+def test_row_order(dtype: str) -> None:
     data = blocks(dtype, np.random.default_rng(1))
     stored = dequantize(tensor(dtype, data))
     order = np.array([3, 0, 4, 1, 2], dtype=np.int32)
     ordered = tensor(dtype, data, order)
     np.testing.assert_array_equal(dequantize(ordered), stored[order])
-    rows = np.array([4, 4, 0], dtype=np.int64)
-    np.testing.assert_array_equal(dequantize_rows(ordered, rows), stored[order][rows])
-    np.testing.assert_array_equal(dequantize_rows(tensor(dtype, data), rows), stored[rows])
 
 
 def test_reads_from_unaligned_views() -> None:
