@@ -29,15 +29,23 @@ class WorkerError(Exception):
 class Worker:
     """The driving side. `module` is run with `python -m` under `python`, and imports only what it needs."""
 
-    def __init__(self, name: str, python: str, module: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        python: str,
+        module: str,
+        environment: Mapping[str, str] | None = None,
+        root: Path = ROOT,
+    ) -> None:
+        """`root`: the checkout whose module it is."""
         self.name = name
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
             [python, "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": path, **(environment or {})},
-            cwd=ROOT,
+            cwd=root,
             text=True,
         )
 
