@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.engine.client import EngineInfo, EngineStats, FrameMap, PageClassInfo, PageCounts
+from octavo.cache.receipt import Holdings, Receipt
+from octavo.engine.client import CacheReport, EngineInfo, EngineStats, FrameMap, PageClassInfo, PageCounts
 from octavo.engine.messages import (
     Delta,
     Event,
@@ -186,6 +187,7 @@ class ScriptedEngine:
             generation_tokens=self._generated,
             preemptions=0,
             evicted_pages=0,
+            misses=(),
             cascade_refused=0,
             steps=self._generated,
         )
@@ -201,6 +203,9 @@ class ScriptedEngine:
             frames.append(FrameMap(0, slots) if slots != "ffff" else FrameMap(None, ""))
         opened = "".join("o" if i < running else "f" for i in range(4))
         return [*frames, FrameMap(1, opened) if running else FrameMap(None, "")]
+
+    def cache_report(self) -> CacheReport:
+        return CacheReport(self._hits, self._queries, ((1.0, 0.0),), {})
 
     def is_healthy(self) -> bool:
         return not self._dead
@@ -270,7 +275,21 @@ class ScriptedEngine:
         total = time.monotonic() - began
         if not stop.is_set():
             self._publish(request)
-        emit(Finished(request_id, len(prompt), cached, generated, 0, 4096, 0.0, total / 2, total))
+        receipt = Receipt(
+            hit_tokens=cached,
+            computed_tokens=len(prompt) - cached,
+            pruned_tokens=0,
+            exact=True,
+            hit_tiers={"memory": cached, "disk": 0, "peer": 0},
+            miss=None,
+            holdings=Holdings(by_form={"int8": 4096}),
+            peak_bytes=4096,
+            evictions=(),
+            preemptions=0,
+            pool="interactive",
+            policy="int8",
+        )
+        emit(Finished(request_id, len(prompt), cached, generated, 0, 4096, 0.0, total / 2, total, receipt))
 
     def _look_up(self, request: GenerateRequest) -> int:
         prompt = request.prompt_token_ids

@@ -297,17 +297,17 @@ def test_choices_that_end_together_are_looked_at_once() -> None:
     """At distinct pages: eight choices share those of the prompt."""
     engine = tiny_engine(replace(CONFIG, max_num_seqs=16))
     cache, calls = engine._cache, []
-    held_bytes = cache.held_bytes
+    holdings = cache.holdings
 
-    def counting(tables: Any) -> int:
-        calls.append(held_bytes(tables))
+    def counting(tables: Any) -> Any:
+        calls.append(holdings(tables))
         return calls[-1]
 
-    cache.held_bytes = counting  # type: ignore[method-assign]
+    cache.holdings = counting  # type: ignore[method-assign]
     finished = last(submit(engine, "r", replace(SHORT, n=8), length=200))
     assert isinstance(finished, Finished)
     sealed, opened = cache.classes.sealed(0, cache.classes.default_form), cache.classes.opened(0)
-    assert finished.kv_bytes == max(calls) == 12 * sealed.page_bytes + 8 * opened.page_bytes
+    assert finished.kv_bytes == calls[0].n_bytes == 12 * sealed.page_bytes + 8 * opened.page_bytes
     assert len(calls) == 1
     engine.close()
 

@@ -18,7 +18,7 @@ LAYERS = [
     ["models"],
     ["ops"],
     ["engine"],
-    ["llm"],
+    ["llm", "explain"],
     [""],
     ["api"],
     ["cli", "__main__"],

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 
 from octavo._version import __version__
-from octavo.api import openai_chat, openai_completions, openai_models, operations, tokenization
+from octavo.api import cache_admin, openai_chat, openai_completions, openai_models, operations, tokenization
 from octavo.api.context import ServerContext, system_fingerprint
 from octavo.api.dashboard import routes as dashboard
 from octavo.api.dashboard.feed import CacheFeed
@@ -19,6 +19,7 @@ from octavo.api.errors import handle_exception
 from octavo.api.generation import Generations
 from octavo.api.metrics import Metrics
 from octavo.api.middleware import EdgeMiddleware
+from octavo.api.receipts import ReceiptStore
 from octavo.api.settings import ServerSettings
 from octavo.engine.client import EngineClient
 
@@ -62,10 +63,11 @@ def create_app(engine: EngineClient, settings: ServerSettings) -> FastAPI:
             keepalive_s=settings.keepalive_s,
             limit=settings.max_watchers,
         ),
+        receipts=ReceiptStore(),
         system_fingerprint=system_fingerprint(engine.info, __version__),
         created=int(time.time()),
     )
-    for module in (openai_chat, openai_completions, openai_models, tokenization, operations, dashboard):
+    for module in (openai_chat, openai_completions, openai_models, tokenization, operations, cache_admin, dashboard):
         app.include_router(module.router)
     app.add_middleware(EdgeMiddleware, settings=settings)
     return app

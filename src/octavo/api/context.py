@@ -13,6 +13,7 @@ from octavo.api.dashboard.feed import CacheFeed
 from octavo.api.errors import model_not_found
 from octavo.api.generation import Generations
 from octavo.api.metrics import Metrics
+from octavo.api.receipts import ReceiptJson, ReceiptStore
 from octavo.api.settings import ServerSettings
 from octavo.engine.client import EngineClient, EngineInfo
 from octavo.engine.messages import Finished
@@ -26,12 +27,17 @@ class ServerContext:
     metrics: Metrics
     generations: Generations
     feed: CacheFeed
+    receipts: ReceiptStore
     system_fingerprint: str
     created: int
 
     async def read(self, request: Request, model: type[Model]) -> Model:
         settings = self.settings
         return await read_body(request, model, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)
+
+    def issue_receipt(self, request_id: str, finished: list[Finished]) -> ReceiptJson:
+        """The `cache` object of an answer; a copy without text is kept."""
+        return self.receipts.issue("", request_id, finished, self.engine.tokenizer)
 
     def check_model(self, name: str) -> None:
         """Raises ApiError (404, model_not_found)."""

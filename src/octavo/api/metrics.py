@@ -205,6 +205,13 @@ class _EngineCollector(Collector):
             yield self._filled(GaugeMetricFamily(PREFIX + name, documentation, labels=list(self._labels)), value)
         for name, documentation, value in counters:
             yield self._filled(CounterMetricFamily(PREFIX + name, documentation, labels=list(self._labels)), value)
+        misses = CounterMetricFamily(
+            PREFIX + "prefix_cache_misses", "Requests whose hit ended before their prompt, by reason.",
+            labels=["model_name", "reason"],
+        )  # fmt: skip
+        for reason, count in stats.misses:
+            misses.add_metric([self._labels["model_name"], reason], count)
+        yield misses
         pages = GaugeMetricFamily(
             PREFIX + "kv_pages",
             "Pages by cache group, form (open, or how they are sealed) and state.",

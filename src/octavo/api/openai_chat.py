@@ -15,6 +15,7 @@ from starlette.responses import Response
 from octavo.api.context import ServerContext, Usage, context_of, usage_of
 from octavo.api.errors import JsonResponse, invalid
 from octavo.api.generation import Answer, Choice, Generation, Idle, collect, while_connected
+from octavo.api.receipts import ReceiptJson
 from octavo.api.schemas.chat import ChatCompletionRequest, Message
 from octavo.api.streaming import DONE, EventStreamResponse, Frames, sse_comment, sse_data
 from octavo.api.token_labels import ChatTokenLogprob, chat_logprobs
@@ -55,6 +56,7 @@ class ChatCompletion(TypedDict):
     choices: list[ChatChoice]
     usage: Usage
     system_fingerprint: str
+    cache: ReceiptJson
 
 
 class ChunkChoice(TypedDict):
@@ -72,6 +74,7 @@ class ChatChunk(TypedDict):
     system_fingerprint: str
     choices: list[ChunkChoice]
     usage: NotRequired[Usage | None]
+    cache: NotRequired[ReceiptJson]
 
 
 @router.post("/v1/chat/completions")
@@ -144,6 +147,7 @@ class _ChatWriter:
             "choices": [self._choice(index, choice) for index, choice in enumerate(answer.choices)],
             "usage": usage_of([answer.finished]),
             "system_fingerprint": self._context.system_fingerprint,
+            "cache": self._context.issue_receipt(self._id, [answer.finished]),
         }
 
     def _choice(self, index: int, choice: Choice) -> ChatChoice:
@@ -184,8 +188,9 @@ class _ChatWriter:
                         yield frame
                 elif isinstance(event, Finished):
                     finished.append(event)
+        receipt = self._context.issue_receipt(self._id, finished)
         if self._body.include_usage:
-            yield sse_data({**self._envelope(), "choices": [], "usage": usage_of(finished)})
+            yield sse_data({**self._envelope(), "choices": [], "usage": usage_of(finished), "cache": receipt})
         yield DONE
 
     def _delta_frames(self, event: Delta) -> Iterator[bytes]:

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from octavo.api.context import ServerContext, Usage, context_of, usage_of
 from octavo.api.errors import JsonResponse, invalid
 from octavo.api.generation import Answer, Generation, Idle, collect, while_connected
+from octavo.api.receipts import ReceiptJson
 from octavo.api.schemas.completions import CompletionRequest, Prompt, check_token_ids
 from octavo.api.streaming import DONE, EventStreamResponse, Frames, sse_comment, sse_data
 from octavo.api.token_labels import CompletionLogprobs, CompletionLogprobsBuilder
@@ -51,6 +52,7 @@ class Completion(TypedDict):
     system_fingerprint: str
     choices: list[CompletionChoice]
     usage: NotRequired[Usage | None]
+    cache: NotRequired[ReceiptJson]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,7 +163,8 @@ class _CompletionWriter:
                         "finish_reason": _finish_reason(choice.finish_reason),
                     }
                 )
-        return {**self._envelope(), "choices": choices, "usage": usage_of(finished)}
+        receipt = self._context.issue_receipt(self._id, finished)
+        return {**self._envelope(), "choices": choices, "usage": usage_of(finished), "cache": receipt}
 
     async def frames(self, generation: Generation) -> Frames:
         echoed: set[int] = set()
@@ -190,8 +193,9 @@ class _CompletionWriter:
                         yield self._chunk(index, "", [], [], _finish_reason(event.finish_reason))
                 elif isinstance(event, Finished):
                     finished.append(event)
+        receipt = self._context.issue_receipt(self._id, finished)
         if self._body.include_usage:
-            yield sse_data({**self._envelope(), "usage": usage_of(finished)})
+            yield sse_data({**self._envelope(), "usage": usage_of(finished), "cache": receipt})
         yield DONE
 
     def _chunk(

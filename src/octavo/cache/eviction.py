@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     from octavo.cache.radix import Node
@@ -12,14 +12,22 @@ if TYPE_CHECKING:
 class EvictionPolicy(Protocol):
     """Which of the pages that nobody reads goes first: that of the node with the lowest priority."""
 
+    name: str
+
     def priority(self, node: Node) -> float: ...
 
 
 class LeastRecentlyUsed:
     """Evict what was last used longest ago."""
 
+    name = "lru"
+
     def priority(self, node: Node) -> float:
         return float(node.last_used)
+
+
+#: Why a page goes: for want of memory, because its time is over, or because its owner says so.
+EvictionReason = Literal["evicted", "expired", "erased"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +39,7 @@ class Evicted:
 
     node: Node
     group: int
+    reason: EvictionReason = "evicted"
 
 
 class CacheObserver(Protocol):

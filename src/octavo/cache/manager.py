@@ -14,6 +14,7 @@ from octavo.cache.classes import PageClass
 from octavo.cache.eviction import CacheObserver, EvictionPolicy
 from octavo.cache.footprint import Footprint
 from octavo.cache.radix import Match, MatchEnd, PrefixIdentity, PrefixTree, Resident
+from octavo.cache.receipt import Holdings
 from octavo.cache.store import PageStore
 from octavo.cache.table import BlockTable, Entries, GroupTable
 from octavo.errors import OutOfPages
@@ -201,16 +202,23 @@ class KVCache:
             need[page_class.index] += self.arena.usage(page_class.index).active
         return self.footprint.frames_holding(need) <= self.arena.n_frames
 
-    def held_bytes(self, tables: Iterable[BlockTable]) -> int:
-        """Bytes of the distinct pages that these tables hold."""
+    def holdings(self, tables: Iterable[BlockTable]) -> Holdings:
+        """The distinct pages that these tables hold."""
         held = np.zeros(len(self.arena.page_class), dtype=np.bool_)
         for table in tables:
             for own in table.groups:
                 held[own.entries.handles] = True
                 if own.open_page is not None:
                     held[own.open_page] = True
-        n_pages = np.bincount(self.arena.page_class[held], minlength=len(self.classes))
-        return sum(int(n) * c.page_bytes for n, c in zip(n_pages, self.classes, strict=True))
+        handles = np.flatnonzero(held)
+        n_pages = np.bincount(self.arena.page_class[handles], minlength=len(self.classes)).tolist()
+        by_form: Counter[str] = Counter()
+        for n, page_class in zip(n_pages, self.classes, strict=True):
+            if n:
+                by_form[page_class.form] += n * page_class.page_bytes
+        shared = int(np.count_nonzero(self.arena.published[handles]))
+        n_open = sum(n for n, page_class in zip(n_pages, self.classes, strict=True) if page_class.is_open)
+        return Holdings(shared, len(handles) - shared - n_open, n_open, dict(by_form))
 
     def stats(self) -> CacheStats:
         usage = tuple(self.arena.usage(page_class.index) for page_class in self.classes)

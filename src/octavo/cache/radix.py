@@ -7,7 +7,7 @@ the root to a node spells everything that a page's content depends on.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -61,6 +61,7 @@ class Node:
         depth: its page's index in the sequence.
         slots: where its page is, for each group.
         lock_count: block tables whose published pages end here. A locked node stays, and so do those above it.
+        name: a keyed fingerprint of the path to here, once somebody (the ghost list) has asked for one.
     """
 
     key: bytes
@@ -71,6 +72,7 @@ class Node:
     children: dict[bytes, Node] = field(default_factory=dict)
     lock_count: int = 0
     last_used: int = 0
+    name: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,7 @@ class PrefixTree:
         self._arena = arena
         self._groups = tuple(groups)
         self._page_size = page_size
-        self._policy = policy or LeastRecentlyUsed()
+        self.policy = policy or LeastRecentlyUsed()
         self._observer = observer
         self._roots: dict[PrefixIdentity, dict[bytes, Node]] = {}
         #: (priority, number of the push, node, group whose slot alone may go, or None for the whole node).
@@ -231,7 +233,7 @@ class PrefixTree:
             priority, _, node, group = heapq.heappop(self._heap)
             if not self._is_evictable(node, group):
                 continue
-            if self._policy.priority(node) != priority:
+            if self.policy.priority(node) != priority:
                 self._push(node, group)
                 continue
             before = self.evicted_pages
@@ -248,6 +250,14 @@ class PrefixTree:
         """Evict everything that no table holds."""
         while self.evict_one():
             pass
+
+    def level(self, identity: PrefixIdentity, node: Node | None) -> Mapping[bytes, Node]:
+        """What is published right behind `node`; at the root if None."""
+        return self._roots.get(identity, {}) if node is None else node.children
+
+    def identities(self) -> Iterator[PrefixIdentity]:
+        """Of all that is published."""
+        return iter(self._roots)
 
     def nodes(self) -> Iterator[Node]:
         stack = [n for level in self._roots.values() for n in level.values()]
@@ -276,12 +286,12 @@ class PrefixTree:
 
     def _push(self, node: Node, group: int | None) -> None:
         self._pushes += 1
-        heapq.heappush(self._heap, (self._policy.priority(node), self._pushes, node, group))
+        heapq.heappush(self._heap, (self.policy.priority(node), self._pushes, node, group))
         # Entries of nodes that were used again stay behind; rebuild before they outnumber the living.
         if len(self._heap) > 64 + 4 * self.n_nodes * (1 + len(self._groups)):
             everything = (None, *(g for g, group in enumerate(self._groups) if not group.serves_from_leaves))
             candidates = [(n, g) for n in self.nodes() for g in everything if self._is_evictable(n, g)]
-            self._heap = [(self._policy.priority(n), i, n, g) for i, (n, g) in enumerate(candidates)]
+            self._heap = [(self.policy.priority(n), i, n, g) for i, (n, g) in enumerate(candidates)]
             heapq.heapify(self._heap)
             self._pushes = len(self._heap)
 

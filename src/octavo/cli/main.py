@@ -11,6 +11,7 @@ from rich.console import Console
 
 from octavo._version import __version__
 from octavo.cli.chat import chat_command
+from octavo.cli.explain import explain_command
 from octavo.cli.pull import pull_command
 from octavo.cli.run import run_command
 from octavo.cli.serve import serve_command
@@ -27,6 +28,7 @@ app.command("serve")(serve_command)
 app.command("chat")(chat_command)
 app.command("run")(run_command)
 app.command("pull")(pull_command)
+app.command("explain")(explain_command)
 
 
 def _print_version(wanted: bool) -> None:

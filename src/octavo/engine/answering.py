@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from octavo.cache.manager import KVCache
+from octavo.cache.receipt import EvictionNote, Receipt, ReceiptTotals
 from octavo.engine.choosing import Due
 from octavo.engine.messages import (
     Delta,
@@ -48,6 +49,7 @@ class Answers:
         self._on_over = on_over
         self._in_flight: dict[str, Request] = {}
         self.generation_tokens = 0
+        self.totals = ReceiptTotals()
 
     # ---- requests come and go ---------------------------------------------------------------------------
 
@@ -198,7 +200,7 @@ class Answers:
     ) -> None:
         """A choice is over, with the last that it has to say."""
         request = sequence.request
-        self._note_bytes(request)
+        self._note_holdings(request)
         sequence.finish_reason = reason
         self._scheduler.finish(sequence)
         request.sink(Delta(request.message.request_id, sequence.index, text, tokens, entries, reason, stop))
@@ -209,18 +211,39 @@ class Answers:
         now = time.monotonic()
         admitted = request.admitted if request.admitted is not None else now
         self._forget(request)
+        receipt = self._receipt(request)
+        self.totals.add(receipt, request.message.tenant)
         request.sink(
             Finished(
                 request.message.request_id,
                 request.n_prompt,
                 request.num_cached_tokens or 0,
                 request.completion_tokens,
-                sum(s.preemptions for s in request.sequences),
+                receipt.preemptions,
                 request.peak_kv_bytes,
                 admitted - request.submitted,
                 None if request.first_token is None else request.first_token - request.submitted,
                 now - request.submitted,
+                receipt,
             )
+        )
+
+    def _receipt(self, request: Request) -> Receipt:
+        hit = request.num_cached_tokens
+        evicted = request.evicted_tokens
+        return Receipt(
+            hit_tokens=hit or 0,
+            computed_tokens=0 if hit is None else request.n_prompt - hit,
+            pruned_tokens=0,
+            exact=True,
+            hit_tiers={"memory": hit or 0, "disk": 0, "peer": 0},
+            miss=request.miss,
+            holdings=request.holdings,
+            peak_bytes=request.peak_kv_bytes,
+            evictions=(EvictionNote("pressure", evicted, self._cache.tree.policy.name),) if evicted else (),
+            preemptions=sum(s.preemptions for s in request.sequences),
+            pool="interactive",
+            policy=self._cache.classes.default_form,
         )
 
     def _forget(self, request: Request) -> bool:
@@ -231,9 +254,10 @@ class Answers:
         self._on_over()
         return True
 
-    def _note_bytes(self, request: Request) -> None:
-        """Bytes that the request holds, at their most: looked at when a choice ends, once for all that end together."""
+    def _note_holdings(self, request: Request) -> None:
+        """What the request holds: looked at when a choice ends, once for all that end together."""
         if request.holds_more:
             request.holds_more = False
             tables = (s.table for s in request.sequences if s.table is not None)
-            request.peak_kv_bytes = max(request.peak_kv_bytes, self._cache.held_bytes(tables))
+            request.holdings = self._cache.holdings(tables)
+            request.peak_kv_bytes = max(request.peak_kv_bytes, request.holdings.n_bytes)

@@ -8,6 +8,7 @@ from octavo._version import __version__
 from octavo.cache.eviction import LeastRecentlyUsed
 from octavo.cache.footprint import Footprint, plan
 from octavo.cache.format import Form
+from octavo.cache.ghosts import Ghosts
 from octavo.cache.manager import KVCache
 from octavo.config import EngineConfig
 from octavo.engine.client import EngineInfo, PageClassInfo
@@ -23,6 +24,8 @@ from octavo.ops.profile import Profile, ProfiledOps
 
 #: Share of free memory that the cache takes when the budget is left open.
 DEFAULT_MEMORY_SHARE = 0.25
+#: The ghost list remembers what this many arenas would have held, MAX_GHOSTS pages at most (of about 200 bytes each).
+GHOST_MEMORIES, MAX_GHOSTS = 8, 1_000_000
 
 
 def build_engine(source: str, config: EngineConfig, model_name: str | None = None) -> Engine:
@@ -51,9 +54,14 @@ def assemble_engine(model: LoadedModel, config: EngineConfig, model_name: str | 
         ops = ProfiledOps(ops, profile)
     decoder = Decoder(spec, model.weights, ops, config.page_size)
     store = ops.new_store(footprint.arena_bytes)
-    cache = KVCache(footprint, store, prefix_cache=policy.prefix_cache, eviction=LeastRecentlyUsed())
+    ghosts = make_ghosts(footprint)
+    cache = KVCache(footprint, store, prefix_cache=policy.prefix_cache, eviction=LeastRecentlyUsed(), observer=ghosts)
     scheduler = Scheduler(
-        cache, fingerprint(model, ops, config), max_num_seqs=config.max_num_seqs, step_tokens=config.step_tokens
+        cache,
+        fingerprint(model, ops, config),
+        max_num_seqs=config.max_num_seqs,
+        step_tokens=config.step_tokens,
+        ghosts=ghosts,
     )
     info = EngineInfo(
         model_name=model_name or model.name,
@@ -73,6 +81,15 @@ def assemble_engine(model: LoadedModel, config: EngineConfig, model_name: str | 
     )
     runner = Runner(decoder, ops, cache)
     return Engine(info, model.tokenizer, ops, runner, cache, scheduler, max_queue=config.max_queue, profile=profile)
+
+
+def make_ghosts(footprint: Footprint) -> Ghosts:
+    """A ghost list for GHOST_MEMORIES times the pages that the arena holds."""
+    classes = footprint.classes
+    sealed = [classes.sealed(g, classes.default_form) for g in range(len(classes.spec.groups))]
+    page_bytes = sum(page_class.page_bytes for page_class in sealed)
+    capacity = min(GHOST_MEMORIES * footprint.arena_bytes // page_bytes, MAX_GHOSTS)
+    return Ghosts(capacity, page_bytes, footprint.page_size, footprint.arena_bytes)
 
 
 def make_ops(config: EngineConfig) -> Ops:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -65,8 +66,9 @@ class FrameMap:
 class EngineStats:
     """A snapshot, consistent in itself: page counts obey free + cached + active == total per class.
 
-    Counters only grow. `prompt_tokens` are those of admitted requests, each request once; `query_tokens` and
-    `hit_tokens` are the ones looked up and found in the prefix tree. `cascade_refused`: see `Ops.cascade_refused`.
+    Counters only grow. `prompt_tokens`, `query_tokens` (of requests that looked into the prefix tree), `hit_tokens` and
+    `misses` (requests by reason) are sums over the receipts that were issued, so of requests that are over.
+    `cascade_refused`: see `Ops.cascade_refused`.
     """
 
     requests_running: int
@@ -83,6 +85,7 @@ class EngineStats:
     generation_tokens: int
     preemptions: int
     evicted_pages: int
+    misses: tuple[tuple[str, int], ...]
     cascade_refused: int
     steps: int
 
@@ -93,6 +96,21 @@ class EngineStats:
     @property
     def pages_cached(self) -> int:
         return sum(p.cached for p in self.pages)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReport:
+    """How well the cache serves, over all receipts issued.
+
+    Attributes:
+        what_if: (multiple of today's memory, hit rate it would have had), the first for today's.
+        hit_fractions: by tenant, requests by the share of their prompt that hit: none, up to 10 %, ... up to 100 %.
+    """
+
+    hit_tokens: int
+    query_tokens: int
+    what_if: tuple[tuple[float, float], ...]
+    hit_fractions: Mapping[str, tuple[int, ...]]
 
 
 class EngineClient(Protocol):
@@ -116,6 +134,10 @@ class EngineClient(Protocol):
 
     def page_map(self) -> list[FrameMap]:
         """For the page at "/": every frame of the arena, in order. May wait for the step in progress."""
+        ...
+
+    def cache_report(self) -> CacheReport:
+        """May wait for the step in progress."""
         ...
 
     def is_healthy(self) -> bool:

@@ -14,7 +14,7 @@ from octavo.cache.manager import KVCache
 from octavo.engine.admission import checked_max_tokens
 from octavo.engine.answering import Answers
 from octavo.engine.choosing import Chooser
-from octavo.engine.client import EngineInfo, EngineStats, FrameMap
+from octavo.engine.client import CacheReport, EngineInfo, EngineStats, FrameMap
 from octavo.engine.messages import Failed, GenerateRequest, Sink
 from octavo.engine.outlet import Outlet
 from octavo.engine.request import Request
@@ -122,6 +122,15 @@ class Engine:
     def page_map(self) -> list[FrameMap]:
         # Only the copying is the engine's work.
         return page_map(self.call(self._cache.arena.snapshot, timeout_s=10.0), self._cache.classes)
+
+    def cache_report(self) -> CacheReport:
+        def report() -> CacheReport:
+            totals = self._answers.totals
+            curve = self._scheduler.what_if(totals.hit_tokens, totals.query_tokens)
+            fractions = {tenant: tuple(bins) for tenant, bins in totals.hit_fractions.items()}
+            return CacheReport(totals.hit_tokens, totals.query_tokens, tuple(curve), fractions)
+
+        return self.call(report, timeout_s=10.0)
 
     def is_healthy(self) -> bool:
         return not self._died and self._thread.is_alive()
@@ -249,6 +258,7 @@ class Engine:
         return engine_stats(
             self._cache,
             self._scheduler,
+            self._answers.totals,
             generation_tokens=self._answers.generation_tokens,
             cascade_refused=self._ops.cascade_refused,
             steps=self._steps,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from octavo.cache.receipt import Receipt
 from octavo.engine.prompt import I32, MAX_TOKEN_ID, is_prompt_array
 from octavo.errors import RequestError
 
@@ -209,7 +210,8 @@ class Delta:
 class Finished:
     """The request is over; nothing follows.
 
-    Times are in seconds from submission. `completion_tokens` counts all choices, stop tokens included.
+    Times are in seconds from submission. `completion_tokens` counts all choices, stop tokens included. `receipt` says
+    what the cache did.
     """
 
     request_id: str
@@ -221,6 +223,7 @@ class Finished:
     queued_s: float
     first_token_s: float | None
     total_s: float
+    receipt: Receipt
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
+from octavo.cache.receipt import Holdings, Miss
 from octavo.cache.table import BlockTable
 from octavo.engine.messages import FinishReason, GenerateRequest, TokenLogprob
 from octavo.engine.outlet import Outlet
@@ -78,7 +79,11 @@ class Sequence:
 class Request:
     """A request in the engine. Sequence 0 computes the prompt; the others are forked from it.
 
-    `holds_more` is set by each step that computes for it, and cleared when `peak_kv_bytes` is brought up to date.
+    Attributes:
+        num_cached_tokens: prefix hit of its first admission; None before. miss: why that was no longer.
+        holds_more: set by each step that computes for it, and cleared when holdings and peak are brought up to date.
+        holdings: pages of its choices when one last ended. peak_kv_bytes: the most of these, in bytes.
+        evicted_tokens: cached tokens that went to make room for it.
     """
 
     message: GenerateRequest
@@ -87,11 +92,14 @@ class Request:
     eos_token_ids: frozenset[int]
     sequences: list[Sequence] = field(default_factory=list)
     num_cached_tokens: int | None = None
+    miss: Miss | None = None
+    evicted_tokens: int = 0
     completion_tokens: int = 0
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     submitted: float = field(default_factory=time.monotonic)
     admitted: float | None = None
     first_token: float | None = None
+    holdings: Holdings = field(default_factory=Holdings)
     peak_kv_bytes: int = 0
     holds_more: bool = False
 

@@ -16,8 +16,10 @@ from typing import TypeVar
 
 import numpy as np
 
+from octavo.cache.ghosts import Ghosts
 from octavo.cache.manager import KVCache
-from octavo.cache.radix import PrefixIdentity
+from octavo.cache.misses import find_miss
+from octavo.cache.radix import Match, PrefixIdentity
 from octavo.cache.table import BlockTable
 from octavo.engine.messages import Started
 from octavo.engine.request import Request, Sequence
@@ -43,8 +45,17 @@ class Scheduler:
     Both are in order of age; sequences of one request stay together.
     """
 
-    def __init__(self, cache: KVCache, fingerprint: tuple[str, ...], *, max_num_seqs: int, step_tokens: int) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        fingerprint: tuple[str, ...],
+        *,
+        max_num_seqs: int,
+        step_tokens: int,
+        ghosts: Ghosts | None = None,
+    ) -> None:
         self._cache = cache
+        self._ghosts = ghosts
         self._fingerprint = fingerprint
         self._max_num_seqs = max_num_seqs
         self._step_tokens = step_tokens
@@ -55,12 +66,13 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
-        self.prompt_tokens = 0
-        self.hit_tokens = 0
-        self.query_tokens = 0
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
+
+    def what_if(self, hit_tokens: int, query_tokens: int) -> list[tuple[float, float]]:
+        """See `Ghosts.what_if`."""
+        return self._ghosts.what_if(hit_tokens, query_tokens) if self._ghosts is not None else []
 
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
@@ -95,16 +107,16 @@ class Scheduler:
                 return
             table = self._cache.new_table(self._identity(sequence))
             # Matched first, so that what is shared is locked, and charged to nobody.
-            self._cache.match_prefix(table, sequence.tokens.view(), self._match_limit(sequence))
+            match = self._cache.match_prefix(table, sequence.tokens.view(), self._match_limit(sequence))
             if not self._has_room(sequence, table):
                 self._cache.release(table)
                 self._blocked = (sequence, self._releases, self._steps // ADMISSION_RETRY_STEPS)
                 return
             self.waiting.remove(sequence)
-            self._admit(sequence, table)
+            self._admit(sequence, table, match)
             n = min(sequence.num_remaining_tokens, budget)
             try:
-                self._cache.reserve(table, n)
+                self._take_pages(sequence, n)
             except OutOfPages:
                 # Nothing was computed, so this is not a preemption.
                 self._release(sequence)
@@ -151,7 +163,7 @@ class Scheduler:
             if item.sequence.table is None:
                 continue  # its request has failed
             try:
-                self._cache.reserve(item.sequence.table, item.n_tokens)
+                self._take_pages(item.sequence, item.n_tokens)
             except OutOfPages:
                 continue  # a fork took the room; the scheduler comes back to this sequence
             yield from self.isolated([item], run, fail)
@@ -180,7 +192,7 @@ class Scheduler:
         assert sequence.table is not None
         while True:
             try:
-                self._cache.reserve(sequence.table, n_tokens)
+                self._take_pages(sequence, n_tokens)
                 return True
             except OutOfPages:
                 victim = self.running[-1]
@@ -188,6 +200,16 @@ class Scheduler:
                 step[:] = [item for item in step if item.sequence is not victim]
                 if victim is sequence:
                     return False
+
+    def _take_pages(self, sequence: Sequence, n_tokens: int) -> None:
+        """Pages for a sequence's next tokens; what has to be evicted for them is on its account. Raises OutOfPages."""
+        assert sequence.table is not None
+        before = self._cache.tree.evicted_pages
+        try:
+            self._cache.reserve(sequence.table, n_tokens)
+        finally:
+            evicted = self._cache.tree.evicted_pages - before
+            sequence.request.evicted_tokens += evicted * self._cache.page_size
 
     def _preempt(self, sequence: Sequence) -> None:
         self._release(sequence)
@@ -252,17 +274,14 @@ class Scheduler:
         """Tokens that a hit may serve. The last one is computed again in any case: its logits choose the next."""
         return 0 if sequence.request.wants_prompt_logprobs else len(sequence.tokens) - 1
 
-    def _admit(self, sequence: Sequence, table: BlockTable) -> None:
+    def _admit(self, sequence: Sequence, table: BlockTable, match: Match) -> None:
         request = sequence.request
         sequence.table = table
         self.running.append(sequence)
         if request.num_cached_tokens is not None:
             return  # admitted again (after preemption, or of forked choices): the request's own pages are no hits
-        cached = table.num_computed_tokens
-        request.num_cached_tokens = cached
+        request.num_cached_tokens = match.n_tokens
         request.admitted = time.monotonic()
-        self.prompt_tokens += request.n_prompt
-        if self._cache.prefix_cache and self._match_limit(sequence):
-            self.hit_tokens += cached
-            self.query_tokens += request.n_prompt
-        request.sink(Started(request.message.request_id, request.n_prompt, cached))
+        limit = self._match_limit(sequence)
+        request.miss = find_miss(self._cache, self._ghosts, table.identity, sequence.tokens.view(), match, limit)
+        request.sink(Started(request.message.request_id, request.n_prompt, match.n_tokens))

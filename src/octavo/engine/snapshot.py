@@ -7,12 +7,19 @@ import numpy as np
 from octavo.cache.arena import ArenaSnapshot
 from octavo.cache.classes import PageClasses
 from octavo.cache.manager import KVCache
+from octavo.cache.receipt import ReceiptTotals
 from octavo.engine.client import EngineStats, FrameMap, PageCounts
 from octavo.engine.scheduler import Scheduler
 
 
 def engine_stats(
-    cache: KVCache, scheduler: Scheduler, *, generation_tokens: int, cascade_refused: int, steps: int
+    cache: KVCache,
+    scheduler: Scheduler,
+    totals: ReceiptTotals,
+    *,
+    generation_tokens: int,
+    cascade_refused: int,
+    steps: int,
 ) -> EngineStats:
     """Taken on the engine's thread, between steps."""
     counts = cache.stats()
@@ -29,12 +36,13 @@ def engine_stats(
         frame_bytes=counts.frame_bytes,
         kv_used_bytes=counts.used_bytes,
         kv_total_bytes=counts.frames_total * counts.frame_bytes,
-        hit_tokens=scheduler.hit_tokens,
-        query_tokens=scheduler.query_tokens,
-        prompt_tokens=scheduler.prompt_tokens,
+        hit_tokens=totals.hit_tokens,
+        query_tokens=totals.query_tokens,
+        prompt_tokens=totals.prompt_tokens,
         generation_tokens=generation_tokens,
         preemptions=scheduler.preemptions,
         evicted_pages=counts.evicted_pages,
+        misses=tuple(sorted(totals.misses.items())),
         cascade_refused=cascade_refused,
         steps=steps,
     )
