@@ -38,11 +38,24 @@ class CachePolicy:
     Attributes:
         key_codec, value_codec: how sealed pages are written (see octavo.codecs).
         prefix_cache: whether finished pages may be found by later requests.
+        ttl_s: seconds that a page lives after its last hit. max_age_s: and in all, hits or not. None: no limit.
     """
 
     key_codec: str = "int8"
     value_codec: str = "int8"
     prefix_cache: bool = True
+    ttl_s: float | None = None
+    max_age_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("ttl_s", "max_age_s"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int | float) and 0 < value < float("inf")):
+                raise ConfigError(f"{name} must be a number of seconds above 0, got {value!r}")
+        if self.ttl_s is not None and self.max_age_s is not None and self.ttl_s > self.max_age_s:
+            raise ConfigError(
+                f"ttl_s {self.ttl_s:g} is more than max_age_s {self.max_age_s:g}, which would never be met"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from octavo.cache.classes import PageClasses
 from octavo.cache.eviction import Evicted
 from octavo.cache.footprint import Footprint
 from octavo.cache.format import Form
+from octavo.cache.lifetime import Lifetime
 from octavo.cache.manager import KVCache
 from octavo.cache.radix import Lower, PrefixIdentity, Resident
 from octavo.cache.spec import CacheSpec, FullGroup
@@ -32,8 +33,11 @@ from tests.support.groups import SlidingGroup
 PAGE = 16
 WINDOW = 20
 SPEC = CacheSpec((FullGroup((0, 2), n_kv_heads=1, head_dim=8), SlidingGroup((1,), 1, 8, WINDOW)))
+TTL = 10.0
 FORMS = [Form("int8", "int8"), Form("f16", "int8")]
 N_FRAMES = 20
+#: What a failed step leaves in its pages.
+FAILED = b"\xdd" * 32
 
 names = st.sampled_from(["a", "b"])
 forms = st.sampled_from([form.name for form in FORMS])
@@ -56,7 +60,7 @@ class OnlyStore:
     """A store whose memory nothing else can reach: a test double over private bytes."""
 
     def __init__(self, n_bytes: int) -> None:
-        self._bytes = bytearray(b"\xee" * n_bytes)
+        self._bytes = bytearray(n_bytes)
 
     @property
     def n_bytes(self) -> int:
@@ -105,10 +109,17 @@ class CacheMachine(RuleBasedStateMachine):
         super().__init__()
         sizes = footprint()
         self.listener = Listener()
-        self.cache = KVCache(sizes, OnlyStore(sizes.arena_bytes), observer=self.listener)
+        self.now = 0.0
+        self.store = OnlyStore(sizes.arena_bytes)
+        self.cache = KVCache(
+            sizes, self.store, observer=self.listener, lifetime=Lifetime(ttl_s=TTL), clock=lambda: self.now
+        )
         self.tokens: dict[int, list[int]] = {}
         self.real: dict[int, BlockTable] = {}
-        self.published: set[tuple[str, str, tuple[int, ...]]] = set()
+        #: When each published prefix was last used.
+        self.published: dict[tuple[str, str, tuple[int, ...]], float] = {}
+        #: What was ever written for a tenant.
+        self.stamps: dict[str, set[bytes]] = {"a": set(), "b": set()}
         self.n = 0
 
     def name(self, table: BlockTable, tokens: list[int]) -> int:
@@ -125,11 +136,14 @@ class CacheMachine(RuleBasedStateMachine):
         assert cached == table.num_computed_tokens == match.end.at_token == len(match.path) * PAGE
         assert cached < len(prompt)
         for end in range(PAGE, cached + 1, PAGE):
-            assert (tenant, form, tuple(prompt[:end])) in self.published, "a hit on what nobody published"
+            used = self.published.get((tenant, form, tuple(prompt[:end])))
+            assert used is not None, "a hit on what nobody published, or on what was erased"
+            assert self.now < used + TTL, "a hit on what has expired"
         if cached + PAGE < len(prompt):
             assert match.end.reason != "limit"
         else:
-            assert match.end.reason in ("limit", "missing")
+            assert match.end.reason in ("limit", "missing", "expired")
+        self.use(table, prompt[:cached])
         return self.name(table, prompt[:cached])
 
     @rule(table=tables, text=texts, n=lengths)
@@ -145,8 +159,8 @@ class CacheMachine(RuleBasedStateMachine):
         tokens.extend(more)
         self.write(real, tokens, real.num_computed_tokens)
         self.cache.commit(real, np.array(tokens, dtype=np.int32), len(more))
-        for end in range(PAGE, len(tokens) + 1, PAGE):
-            self.published.add((real.identity.tenant, real.identity.stored_form, tuple(tokens[:end])))
+        if real.publishes and len(tokens) // PAGE > (len(tokens) - len(more)) // PAGE:
+            self.use(real, tokens)
 
     @rule(tenant=names, form=forms, text=texts, n=lengths)
     def serve(self, tenant: str, form: str, text: int, n: int) -> None:
@@ -165,7 +179,7 @@ class CacheMachine(RuleBasedStateMachine):
         n_full = len(self.tokens[table]) // PAGE
         for own in real.groups:
             for handle in own.entries.handles[n_full - own.n_passed :]:
-                self.fill(int(handle), b"\xee" * 32)
+                self.fill(int(handle), FAILED)
         self.cache.rollback(real)
 
     @rule(target=tables, table=tables)
@@ -180,8 +194,32 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(table=consumes(tables))
     def release(self, table: int) -> None:
-        self.cache.release(self.real.pop(table))
-        del self.tokens[table]
+        real, tokens = self.real.pop(table), self.tokens.pop(table)
+        if real.publishes and real.node is not None:
+            self.use(real, tokens)
+        self.cache.release(real)
+
+    @rule(seconds=st.sampled_from([1.0, TTL / 4, TTL / 2]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule()
+    def expire(self) -> None:
+        """What goes has outlived its time, and leaves no bytes behind."""
+        while self.cache.expire():
+            pass
+        for node in self.cache.tree.nodes():
+            assert node.expires_at > self.now or node.children or node.lock_count
+
+    @rule(tenant=names)
+    def erase(self, tenant: str) -> None:
+        """At once nothing can be found, and no byte is left but of what running sequences still read."""
+        erasure = self.cache.erase(tenant)
+        self.published = {key: used for key, used in self.published.items() if key[0] != tenant}
+        assert erasure.pending <= erasure.pages
+        assert not any(node.identity.tenant == tenant for node in self.cache.tree.nodes())
+        assert all(t.erased for t in self.real.values() if t.identity.tenant == tenant)
+        self.no_bytes_of(tenant)
 
     @rule()
     def evict(self) -> None:
@@ -252,6 +290,23 @@ class CacheMachine(RuleBasedStateMachine):
                     assert own.open_page is not None
                     assert self.bytes_of(own.open_page) == stamp(g, "open", tenant, tokens)
 
+    def no_bytes_of(self, tenant: str) -> None:
+        """Beyond what tables of that tenant read now."""
+        read = {
+            self.bytes_of(handle)
+            for real in self.real.values()
+            if real.identity.tenant == tenant
+            for own in real.groups
+            for handle in [*own.entries.handles.tolist(), *([] if own.open_page is None else [own.open_page])]
+        }
+        data = bytes(self.store._bytes)
+        left = [(stamp, data.index(stamp)) for stamp in self.stamps[tenant] - read if stamp in data]
+        assert not left, f"pages of tenant {tenant} are still there, at {[at for _, at in left]}"
+
+    def use(self, real: BlockTable, tokens: list[int]) -> None:
+        for end in range(PAGE, len(tokens) + 1, PAGE):
+            self.published[real.identity.tenant, real.identity.stored_form, tuple(tokens[:end])] = self.now
+
     def cached(self) -> int:
         return sum(usage.cached for usage in self.cache.stats().usage)
 
@@ -271,6 +326,11 @@ class CacheMachine(RuleBasedStateMachine):
                 self.fill(own.open_page, stamp(g, "open", tenant, tokens))
 
     def fill(self, handle: int, content: bytes) -> None:
+        for real in self.cache.tables:
+            if content != FAILED and any(
+                handle in own.entries.handles or handle == own.open_page for own in real.groups
+            ):
+                self.stamps[real.identity.tenant].add(content)
         store, offset = self.cache.arena.store, int(self.cache.arena.offsets[handle])
         store.import_page(offset, ExportedPage(content, hashlib.sha256(content).digest()))
 

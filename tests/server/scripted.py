@@ -11,7 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.cache.receipt import Holdings, Receipt
-from octavo.engine.client import CacheReport, EngineInfo, EngineStats, FrameMap, PageClassInfo, PageCounts
+from octavo.engine.client import (
+    CacheReport,
+    EngineInfo,
+    EngineStats,
+    ErasureReport,
+    FrameMap,
+    PageClassInfo,
+    PageCounts,
+)
 from octavo.engine.messages import (
     Delta,
     Event,
@@ -204,6 +212,11 @@ class ScriptedEngine:
         opened = "".join("o" if i < running else "f" for i in range(4))
         return [*frames, FrameMap(1, opened) if running else FrameMap(None, "")]
 
+    def erase(self, tenant: str, salt: str | None = None) -> ErasureReport:
+        gone = [key for key in self._pages if salt in (None, key[0])]
+        self._pages.difference_update(gone)
+        return ErasureReport(len(gone), 0, 1, 0, len(self._running))
+
     def cache_report(self) -> CacheReport:
         return CacheReport(self._hits, self._queries, ((1.0, 0.0),), {})
 
@@ -286,6 +299,7 @@ class ScriptedEngine:
             peak_bytes=4096,
             evictions=(),
             preemptions=0,
+            expires_at=None,
             pool="interactive",
             policy="int8",
         )

@@ -45,7 +45,7 @@ def receipt_object(receipt: Receipt, tokenizer: Tokenizer) -> dict[str, Any]:
         },
         "evictions": [{"reason": e.reason, "tokens": e.tokens, "policy": e.policy} for e in receipt.evictions],
         "preemptions": receipt.preemptions,
-        "expires_at": None,
+        "expires_at": receipt.expires_at,
         "pool": receipt.pool,
         "policy": receipt.policy,
         "cost": None,

@@ -26,6 +26,8 @@ class _Frame:
     #: Handle in each slot.
     slots: list[PageHandle | None]
     free_slots: list[int]
+    #: Whether its free slots may hold old bytes.
+    is_dirty: bool
     n_pinned: int = 0
 
     @property
@@ -109,7 +111,8 @@ class Arena:
       tables, the prefix tree and whoever pins a page are holders.
     - A page's offset is valid until the next `allocate`, `release` or `compact`: resolve offsets (`offsets[handles]`)
       when a step is built, keep none. A pinned page does not move.
-    - The bytes of a new page are arbitrary.
+    - The bytes of a new page are zero: what stood there before may have been somebody else's, and is not to live on in
+      the unused part of a page.
     - One thread.
 
     Attributes, all indexed by handle:
@@ -137,6 +140,9 @@ class Arena:
         self.ref_count: NDArray[np.int32] = np.zeros(max_pages, dtype=np.int32)
         self.published: NDArray[np.bool_] = np.zeros(max_pages, dtype=np.bool_)
         self._free_handles = list(range(max_pages - 1, -1, -1))
+        self._zero = np.zeros(max_pages, dtype=np.bool_)
+        #: Frames that have held pages: their free slots may hold old bytes.
+        self._touched: set[int] = set()
 
     @property
     def free_frames(self) -> int:
@@ -152,6 +158,8 @@ class Arena:
             frame = self._take_frame(page_class)
         handle = self._free_handles.pop()
         self._place(handle, page_class, frame)
+        if self._frames[frame].is_dirty:
+            self.store.zero(int(self.offsets[handle]), cls.page_bytes)
         self.page_class[handle] = page_class
         self.ref_count[handle] = 1
         return handle
@@ -189,6 +197,33 @@ class Arena:
             self._classes[self.page_class[handle]].n_cached -= 1
         self.published[handle] = False
         self.release(np.array([handle], dtype=np.int64))
+
+    def page_bytes(self, handle: PageHandle) -> int:
+        return self._classes[int(self.page_class[handle])].page_bytes
+
+    def zero_when_freed(self, handles: I64) -> None:
+        """The bytes of these pages do not outlive their last holder."""
+        self._zero[handles] = True
+
+    def scrub(self) -> int:
+        """Zero all that holds no page now, where pages have been; how many bytes."""
+        n_bytes = 0
+        for index in sorted(self._touched):
+            start = index * self.frame_bytes
+            frame = self._frames.get(index)
+            if frame is None:
+                self.store.zero(start, self.frame_bytes)
+                n_bytes += self.frame_bytes
+                continue
+            page_bytes = self._classes[frame.page_class].page_bytes
+            for slot in frame.free_slots:
+                self.store.zero(start + slot * page_bytes, page_bytes)
+            frame.is_dirty = False
+            end = len(frame.slots) * page_bytes
+            self.store.zero(start + end, self.frame_bytes - end)
+            n_bytes += len(frame.free_slots) * page_bytes + self.frame_bytes - end
+        self._touched = set(self._frames)
+        return n_bytes
 
     @contextmanager
     def pinned(self, handles: I64) -> Iterator[I64]:
@@ -241,7 +276,11 @@ class Arena:
     def _take_frame(self, page_class: int) -> int:
         cls = self._classes[page_class]
         index = self._free_frames.pop()
-        self._frames[index] = _Frame(page_class, [None] * cls.per_frame, list(range(cls.per_frame - 1, -1, -1)))
+        slots: list[PageHandle | None] = [None] * cls.per_frame
+        self._frames[index] = _Frame(
+            page_class, slots, list(range(cls.per_frame - 1, -1, -1)), is_dirty=index in self._touched
+        )
+        self._touched.add(index)
         self._frame_class[index] = page_class
         cls.n_frames += 1
         cls.partial.add(index, 0)
@@ -258,6 +297,8 @@ class Arena:
             self._take_out(handle, index)
             self._place(handle, page_class, target)
             self.store.copy_page(source, int(self.offsets[handle]), cls.page_bytes)
+            if self._zero[handle]:
+                self.store.zero(source, cls.page_bytes)
         self._give_back(index)
 
     def _place(self, handle: PageHandle, page_class: int, index: int) -> None:
@@ -274,6 +315,7 @@ class Arena:
     def _take_out(self, handle: PageHandle, index: int) -> None:
         """Out of its frame, which the caller puts among the partial ones, or gives back."""
         frame = self._frames[index]
+        frame.is_dirty = True
         cls = self._classes[frame.page_class]
         slot = (int(self.offsets[handle]) - index * self.frame_bytes) // cls.page_bytes
         frame.slots[slot] = None
@@ -291,6 +333,9 @@ class Arena:
             cls.partial.add(index, frame.n_used)
         else:
             self._give_back(index)
+        if self._zero[handle]:
+            self.store.zero(int(self.offsets[handle]), cls.page_bytes)
+            self._zero[handle] = False
         self.offsets[handle] = -1
         self.page_class[handle] = -1
         self._free_handles.append(handle)

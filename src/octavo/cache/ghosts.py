@@ -89,9 +89,10 @@ class Ghosts:
                     break
         return reason
 
-    def forget_tenant(self, tenant: str) -> None:
-        """Destroy the tenant's key: its fingerprints can no longer be told from random bytes, nor found."""
-        self._keys.pop(tenant, None)
+    def forget_tenant(self, tenant: str) -> int:
+        """Destroy the tenant's key, so that its fingerprints can no longer be told from random bytes; how many keys
+        there were."""
+        return 0 if self._keys.pop(tenant, None) is None else 1
 
     def what_if(self, hit_tokens: int, query_tokens: int) -> list[tuple[float, float]]:
         """(multiple of memory, hit rate that it would have had so far), rising. An upper bound on what is needed: pages

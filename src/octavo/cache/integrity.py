@@ -45,6 +45,8 @@ class _Check:
     def _check_node(self, node: Node) -> None:
         for key, child in node.children.items():
             same = child.parent is node and child.key == key and child.identity == node.identity
+            if child.expires_at > node.expires_at or child.deadline > node.deadline:
+                self._say("a page would outlive its prefix")
             if not same or child.depth != node.depth + 1:
                 self._say("a child does not agree with its parent")
         for g, slot in enumerate(node.slots):
@@ -57,9 +59,11 @@ class _Check:
     def _check_table(self, table: BlockTable, alive: set[int]) -> None:
         size = self._cache.page_size
         n_full = table.num_computed_tokens // size
-        if table.node is not None and id(table.node) not in alive:
+        if table.node is not None and table.node.is_cut_off == (id(table.node) in alive):
+            self._say("a node that was cut off is in the tree")
+        if table.publishes and table.node is not None and id(table.node) not in alive:
             self._say("a table holds a node that is not in the tree")
-        if self._cache.prefix_cache and table.n_published != n_full:
+        if self._cache.prefix_cache and table.publishes and table.n_published != n_full:
             self._say(f"a table of {n_full} full pages has published {table.n_published}")
         for g, (group, own) in enumerate(zip(self._cache.groups, table.groups, strict=True)):
             if own.n_pages != n_full:
@@ -78,7 +82,8 @@ class _Check:
                 self._hold(int(handle), sealed.index, "a table")
             if own.open_page is not None:
                 self._hold(own.open_page, self._cache.classes.opened(g).index, "a table")
-            self._check_path(table, g)
+            if table.publishes:
+                self._check_path(table, g)
 
     def _check_path(self, table: BlockTable, g: int) -> None:
         """What a table reads is what its path has, page by page, where the path has anything."""

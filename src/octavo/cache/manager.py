@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,8 @@ from octavo.cache.arena import Arena, ClassUsage, PageHandle
 from octavo.cache.classes import PageClass
 from octavo.cache.eviction import CacheObserver, EvictionPolicy
 from octavo.cache.footprint import Footprint
-from octavo.cache.radix import Match, MatchEnd, PrefixIdentity, PrefixTree, Resident
+from octavo.cache.lifetime import Lifetime
+from octavo.cache.radix import Erasure, Match, MatchEnd, PrefixIdentity, PrefixTree, Resident
 from octavo.cache.receipt import Holdings
 from octavo.cache.store import PageStore
 from octavo.cache.table import BlockTable, Entries, GroupTable
@@ -54,6 +56,8 @@ class KVCache:
         prefix_cache: bool = True,
         eviction: EvictionPolicy | None = None,
         observer: CacheObserver | None = None,
+        lifetime: Lifetime | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.footprint = footprint
         self.classes = footprint.classes
@@ -63,7 +67,7 @@ class KVCache:
         self.arena = Arena(
             store, footprint.n_frames, footprint.frame_bytes, [page_class.page_bytes for page_class in self.classes]
         )
-        self.tree = PrefixTree(self.arena, self.groups, self.page_size, eviction, observer)
+        self.tree = PrefixTree(self.arena, self.groups, self.page_size, eviction, observer, lifetime, clock)
         self.tables: set[BlockTable] = set()
 
     def new_table(self, identity: PrefixIdentity) -> BlockTable:
@@ -92,6 +96,7 @@ class KVCache:
         if match.node is None:
             return match
         self.tree.lock(match.node)
+        self.tree.touch(match.node)
         for g, (group, own) in enumerate(zip(self.groups, table.groups, strict=True)):
             first = min(group.first_page_read(match.n_tokens, self.page_size), len(match.path))
             slots = [node.slots[g] for node in match.path[first:]]
@@ -135,7 +140,7 @@ class KVCache:
             reserved = [own.n_pages for own in table.groups]
             raise ValueError(f"{reserved} pages reserved, {n_full} full after the step")
         table.num_computed_tokens += n_tokens
-        if self.prefix_cache:
+        if self.prefix_cache and table.publishes:
             for page in range(table.n_published, n_full):
                 self._publish(table, page, tokens[page * self.page_size : (page + 1) * self.page_size].tobytes())
         self._give_back_passed(table)
@@ -163,7 +168,7 @@ class KVCache:
             self.arena.release(np.array([c for c in copies if c is not None], dtype=np.int64))
             raise
         child = self.new_table(table.identity)
-        child.num_computed_tokens, child.node = table.num_computed_tokens, table.node
+        child.num_computed_tokens, child.node, child.erased = table.num_computed_tokens, table.node, table.erased
         if child.node is not None:
             self.tree.lock(child.node)
         for g, (own, new, copy) in enumerate(zip(table.groups, child.groups, copies, strict=True)):
@@ -178,14 +183,38 @@ class KVCache:
     def release(self, table: BlockTable) -> None:
         """The sequence is over or preempted. Published pages stay cached; the rest is freed."""
         for own in table.groups:
+            if table.erased:
+                self._zero_when_freed(own)
             self.arena.release(own.entries.handles)
             if own.open_page is not None:
                 self.arena.release(np.array([own.open_page], dtype=np.int64))
             own.entries, own.n_passed, own.open_page = Entries(), 0, None
         if table.node is not None:
+            if table.publishes:
+                self.tree.touch(table.node)
             self.tree.unlock(table.node)
         table.node, table.num_computed_tokens = None, 0
         self.tables.discard(table)
+
+    def erase(self, tenant: str, salt: str | None = None) -> Erasure:
+        """Unpublish a tenant's pages (of one salt, if one is given) at once, zero what nobody reads now, and the rest
+        when its last reader ends. Between steps only.
+
+        Running requests go on to their answers, but publish nothing more.
+        """
+        for table in self.tables:
+            if table.identity.tenant == tenant and salt in (None, table.identity.salt):
+                table.erased = True
+                for own in table.groups:
+                    self._zero_when_freed(own)
+        erasure = self.tree.erase(tenant, salt)
+        # Pages that were evicted or moved before have left bytes in what is free now.
+        self.arena.scrub()
+        return erasure
+
+    def expire(self) -> int:
+        """Let go of what has outlived its time, a bounded number of pages at a time; how many."""
+        return self.tree.expire()
 
     def more_pages(self, table: BlockTable, n_tokens: int) -> Counter[int]:
         """Pages of each class (by index) that the table lacks to hold n_tokens."""
@@ -235,6 +264,11 @@ class KVCache:
     def close(self) -> None:
         """Give the memory back. Nothing may be asked of the cache afterwards."""
         self.arena.store.close()
+
+    def _zero_when_freed(self, own: GroupTable) -> None:
+        self.arena.zero_when_freed(own.entries.handles)
+        if own.open_page is not None:
+            self.arena.zero_when_freed(np.array([own.open_page], dtype=np.int64))
 
     def _publish(self, table: BlockTable, page: int, key: bytes) -> None:
         handles = [int(own.entries.handles[page - own.n_passed]) for own in table.groups]

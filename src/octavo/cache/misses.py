@@ -38,6 +38,8 @@ def find_miss(
         return Miss(gone, at)
     if match.end.reason == "missing":
         return Miss("evicted", at)
+    if match.end.reason == "expired":
+        return Miss("expired", at)
     level = cache.tree.level(identity, match.node)
     sibling, same = _nearest(level.values(), tokens[at : at + size])
     if sibling is not None and (same or at):

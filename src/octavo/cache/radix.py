@@ -7,13 +7,20 @@ the root to a node spells everything that a page's content depends on.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from octavo.cache.arena import Arena, PageHandle
-from octavo.cache.eviction import CacheObserver, Evicted, EvictionPolicy, LeastRecentlyUsed
+from octavo.cache.eviction import CacheObserver, Evicted, EvictionPolicy, EvictionReason, LeastRecentlyUsed
+from octavo.cache.lifetime import NEVER, Lifetime
 from octavo.cache.spec import CacheGroup
+
+#: An expired page that cannot go yet, since a running request reads it, is looked at again after so long.
+RETRY_EXPIRY_S = 1.0
 
 
 class PrefixIdentity(NamedTuple):
@@ -62,6 +69,8 @@ class Node:
         slots: where its page is, for each group.
         lock_count: block tables whose published pages end here. A locked node stays, and so do those above it.
         name: a keyed fingerprint of the path to here, once somebody (the ghost list) has asked for one.
+        expires_at: when it can no longer be matched, in the tree's clock; not after `deadline`, not before a child's.
+        is_cut_off: whether it was taken out of the tree while somebody read it. It gets no children any more.
     """
 
     key: bytes
@@ -73,6 +82,9 @@ class Node:
     lock_count: int = 0
     last_used: int = 0
     name: bytes | None = None
+    expires_at: float = NEVER
+    deadline: float = NEVER
+    is_cut_off: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +93,10 @@ class MatchEnd:
 
     reason: "limit": all that was asked for is there. "cold": nothing that begins so was ever published, or it is gone.
     "diverged": what is published goes on with other tokens. "published_end": what is published ends here.
-    "missing": `group` lacks pages that a longer hit would read.
+    "missing": `group` lacks pages that a longer hit would read. "expired": what comes next has outlived its time.
     """
 
-    reason: Literal["limit", "cold", "diverged", "published_end", "missing"]
+    reason: Literal["limit", "cold", "diverged", "published_end", "missing", "expired"]
     at_token: int
     group: str | None = None
 
@@ -117,6 +129,19 @@ class Inserted:
     handles: tuple[PageHandle, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Erasure:
+    """Pages that were unpublished, their bytes, and how many of them are still read by running requests: these are
+    zeroed when the last of those ends."""
+
+    pages: int
+    n_bytes: int
+    pending: int
+
+    def plus(self, other: Erasure) -> Erasure:
+        return Erasure(self.pages + other.pages, self.n_bytes + other.n_bytes, self.pending + other.pending)
+
+
 class PrefixTree:
     """Published pages by content.
 
@@ -135,8 +160,14 @@ class PrefixTree:
         page_size: int,
         policy: EvictionPolicy | None = None,
         observer: CacheObserver | None = None,
+        lifetime: Lifetime | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._arena = arena
+        self.lifetime = lifetime or Lifetime()
+        self._now = clock
+        #: (expiry when pushed, number of the push, node).
+        self._expiries: list[tuple[float, int, Node]] = []
         self._groups = tuple(groups)
         self._page_size = page_size
         self.policy = policy or LeastRecentlyUsed()
@@ -155,15 +186,16 @@ class PrefixTree:
         """The longest prefix of `tokens` (int32 bytes) that every group can serve, at most max_pages."""
         path: list[Node] = []
         level = self._roots.get(identity, {})
-        width = 4 * self._page_size
+        width, now = 4 * self._page_size, self._now()
         for i in range(max_pages):
             node = level.get(tokens[i * width : (i + 1) * width])
             if node is None:
                 break
+            if node.expires_at <= now:
+                return self._servable(path, MatchEnd("expired", i * self._page_size))
             path.append(node)
             level = node.children
-        end = self._end(len(path), max_pages, more=bool(level))
-        return self._servable(path, end)
+        return self._servable(path, self._end(len(path), max_pages, more=bool(level)))
 
     def _end(self, n: int, max_pages: int, *, more: bool) -> MatchEnd:
         at = n * self._page_size
@@ -198,6 +230,54 @@ class PrefixTree:
         node.lock_count -= 1
         self._offer(node)
 
+    def touch(self, node: Node) -> None:
+        """A path was used as far as this node: its time to live begins anew."""
+        if node.expires_at == NEVER and (node.parent is None or node.parent.expires_at == NEVER):
+            return
+        now = self._now()
+        one: Node | None = node
+        least = 0.0
+        while one is not None:
+            expiry = max(self.lifetime.expiry(now, one.deadline), one.expires_at, least)
+            if one is not node and one.expires_at >= expiry:
+                break  # what is above has as long to live already, for another path
+            one.expires_at = least = expiry
+            one = one.parent
+
+    def expire(self, limit: int = 64) -> int:
+        """Let go of pages whose time is over, looking at no more than `limit`; how many went.
+
+        A path that a running request reads stays until the request ends, but none passes its deadline.
+        """
+        now, before = self._now(), self.evicted_pages
+        for _ in range(limit):
+            if not self._expiries or self._expiries[0][0] > now:
+                break
+            _, _, node = heapq.heappop(self._expiries)
+            if node.is_cut_off or self._level(node).get(node.key) is not node:
+                continue
+            if node.expires_at > now:
+                self._watch(node, node.expires_at)
+            elif node.deadline <= now:
+                self._cut_off(node, "expired")
+            elif node.children or node.lock_count:
+                self._watch(node, now + RETRY_EXPIRY_S)
+            else:
+                over: Node | None = node
+                while over is not None and over.expires_at <= now and not over.children and not over.lock_count:
+                    self._remove(over, "expired")
+                    over = over.parent
+        return self.evicted_pages - before
+
+    def erase(self, tenant: str, salt: str | None = None) -> Erasure:
+        """Unpublish all of a tenant's pages (of one salt, if one is given) at once. Their bytes are zeroed when the
+        last reader lets go; those that somebody still reads are counted as pending."""
+        total = Erasure(0, 0, 0)
+        for identity in [i for i in self._roots if i.tenant == tenant and salt in (None, i.salt)]:
+            for node in list(self._roots[identity].values()):
+                total = total.plus(self._cut_off(node, "erased"))
+        return total
+
     def insert(
         self, identity: PrefixIdentity, parent: Node | None, key: bytes, handles: Sequence[PageHandle]
     ) -> Inserted:
@@ -208,10 +288,20 @@ class PrefixTree:
         """
         level = self._roots.setdefault(identity, {}) if parent is None else parent.children
         node = level.get(key)
+        if node is not None and node.deadline <= self._now():
+            self._cut_off(node, "expired")
+            node = None
+            level = self._roots.setdefault(identity, {}) if parent is None else parent.children
         if node is None:
             node = Node(key, 0 if parent is None else parent.depth + 1, parent, identity, [None] * len(self._groups))
             level[key] = node
             self.n_nodes += 1
+            now = self._now()
+            node.deadline = self.lifetime.deadline(now, NEVER if parent is None else parent.deadline)
+            node.expires_at = self.lifetime.expiry(now, node.deadline)
+            if node.expires_at < NEVER:
+                self._watch(node, node.expires_at)
+        self.touch(node)
         used = []
         for g, handle in enumerate(handles):
             slot = node.slots[g]
@@ -267,7 +357,7 @@ class PrefixTree:
             stack.extend(node.children.values())
 
     def _is_evictable(self, node: Node, group: int | None) -> bool:
-        if self._level(node).get(node.key) is not node:
+        if node.is_cut_off or self._level(node).get(node.key) is not node:
             return False
         if group is None:
             return not node.children and node.lock_count == 0
@@ -279,6 +369,8 @@ class PrefixTree:
 
     def _offer(self, node: Node) -> None:
         """Make what may now be evicted of a node known to the heap."""
+        if node.is_cut_off:
+            return
         if not node.children and node.lock_count == 0:
             self._push(node, None)
         for g in range(len(self._groups)):
@@ -295,21 +387,55 @@ class PrefixTree:
             heapq.heapify(self._heap)
             self._pushes = len(self._heap)
 
-    def _empty(self, node: Node, group: int) -> None:
-        """The tree lets go of a node's page."""
+    def _cut_off(self, node: Node, reason: EvictionReason) -> Erasure:
+        """Take a node and all behind it out of the tree, whoever may be reading it."""
+        level = self._level(node)
+        del level[node.key]
+        if node.parent is None and not level:
+            del self._roots[node.identity]
+        total = Erasure(0, 0, 0)
+        stack = [node]
+        while stack:
+            one = stack.pop()
+            stack.extend(one.children.values())
+            one.children = {}
+            one.is_cut_off = True
+            self.n_nodes -= 1
+            for g, slot in enumerate(one.slots):
+                if isinstance(slot, Resident):
+                    n_bytes, is_read = self._arena.page_bytes(slot.handle), self._arena.ref_count[slot.handle] > 1
+                    total = total.plus(Erasure(1, n_bytes, int(is_read)))
+                    self._empty(one, g, reason)
+        if node.parent is not None:
+            self._offer(node.parent)
+        return total
+
+    def _watch(self, node: Node, until: float) -> None:
+        self._pushes += 1
+        heapq.heappush(self._expiries, (until, self._pushes, node))
+        # Entries of nodes that are gone stay behind; rebuild before they outnumber the living.
+        if len(self._expiries) > 64 + 4 * self.n_nodes:
+            living = (n for n in self.nodes() if n.expires_at < NEVER)
+            self._expiries = [(n.expires_at, i, n) for i, n in enumerate(living)]
+            heapq.heapify(self._expiries)
+
+    def _empty(self, node: Node, group: int, reason: EvictionReason = "evicted") -> None:
+        """The tree lets go of a node's page. What is over or erased leaves no bytes behind."""
         slot = node.slots[group]
         if not isinstance(slot, Resident):
             return
         if self._observer is not None:
-            self._observer.evicted(Evicted(node, group))
+            self._observer.evicted(Evicted(node, group, reason))
         node.slots[group] = None
+        if reason != "evicted":
+            self._arena.zero_when_freed(np.array([slot.handle], dtype=np.int64))
         self._arena.unpublish(slot.handle)
         self.evicted_pages += 1
         self.version += 1
 
-    def _remove(self, node: Node) -> None:
+    def _remove(self, node: Node, reason: EvictionReason = "evicted") -> None:
         for g in range(len(self._groups)):
-            self._empty(node, g)
+            self._empty(node, g, reason)
         level = self._level(node)
         del level[node.key]
         if node.parent is None and not level:

@@ -72,6 +72,7 @@ class Receipt:
         hit_tiers: hit_tokens by where their pages were.
         holdings: at the end of its last choice. peak_bytes: the most at the end of any.
         policy: the sealed form of its pages.
+        expires_at: when what it published expires unless it is used again, in seconds since 1970; None for never.
     """
 
     hit_tokens: int
@@ -84,6 +85,7 @@ class Receipt:
     peak_bytes: int
     evictions: tuple[EvictionNote, ...]
     preemptions: int
+    expires_at: float | None
     pool: str
     policy: str
 

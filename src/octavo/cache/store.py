@@ -17,7 +17,7 @@ class ExportedPage:
 class PageStore(Protocol):
     """One run of memory of a backend: of the host, of a device. Offsets and sizes are in bytes from its start.
 
-    Nothing but the backend's own kernels and these operations touches the memory. One thread.
+    New memory is zero. Nothing but the backend's own kernels and these operations touches it. One thread.
     """
 
     @property

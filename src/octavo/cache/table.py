@@ -128,12 +128,19 @@ class BlockTable:
         groups: one for each cache group. Outside a step, n_pages == num_computed_tokens // page_size in each.
         node: the tree's node of its last published page, locked; None before the first.
         num_computed_tokens: tokens whose keys and values are in the pages.
+        erased: what it stands for was erased while it was read: it publishes nothing more, and leaves no bytes behind.
     """
 
     identity: PrefixIdentity
     groups: tuple[GroupTable, ...]
     node: Node | None = None
     num_computed_tokens: int = 0
+    erased: bool = False
+
+    @property
+    def publishes(self) -> bool:
+        """Whether its pages go into the tree. Not once its path was erased, or has passed its deadline."""
+        return not self.erased and (self.node is None or not self.node.is_cut_off)
 
     @property
     def n_published(self) -> int:

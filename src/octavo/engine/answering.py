@@ -98,6 +98,16 @@ class Answers:
             self._forget(request)
             request.sink(Failed(request.message.request_id, error))
 
+    def erase(self, tenant: str, salt: str | None) -> int:
+        """Requests in flight of a tenant (of one salt, if one is given) publish nothing from now on; how many."""
+        erased = [r for r in self._in_flight.values() if r.message.tenant == tenant]
+        erased = [r for r in erased if salt in (None, r.message.cache_salt)]
+        for request in erased:
+            request.erased = True
+        if salt is None:
+            self.totals.hit_fractions.pop(tenant, None)
+        return len(erased)
+
     @contextmanager
     def alone(self, request: Request) -> Iterator[None]:
         """Work on one request only: a fault in it ends that request, not the engine."""
@@ -242,6 +252,7 @@ class Answers:
             peak_bytes=request.peak_kv_bytes,
             evictions=(EvictionNote("pressure", evicted, self._cache.tree.policy.name),) if evicted else (),
             preemptions=sum(s.preemptions for s in request.sequences),
+            expires_at=None if request.expires_at is None else time.time() + request.expires_at - time.monotonic(),
             pool="interactive",
             policy=self._cache.classes.default_form,
         )
@@ -260,4 +271,7 @@ class Answers:
             request.holds_more = False
             tables = (s.table for s in request.sequences if s.table is not None)
             request.holdings = self._cache.holdings(tables)
+            nodes = [s.table.node for s in request.sequences if s.table is not None and s.table.node is not None]
+            if nodes and self._cache.tree.lifetime.is_limited:
+                request.expires_at = max(node.expires_at for node in nodes)
             request.peak_kv_bytes = max(request.peak_kv_bytes, request.holdings.n_bytes)

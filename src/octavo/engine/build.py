@@ -9,6 +9,7 @@ from octavo.cache.eviction import LeastRecentlyUsed
 from octavo.cache.footprint import Footprint, plan
 from octavo.cache.format import Form
 from octavo.cache.ghosts import Ghosts
+from octavo.cache.lifetime import Lifetime
 from octavo.cache.manager import KVCache
 from octavo.config import EngineConfig
 from octavo.engine.client import EngineInfo, PageClassInfo
@@ -55,7 +56,14 @@ def assemble_engine(model: LoadedModel, config: EngineConfig, model_name: str | 
     decoder = Decoder(spec, model.weights, ops, config.page_size)
     store = ops.new_store(footprint.arena_bytes)
     ghosts = make_ghosts(footprint)
-    cache = KVCache(footprint, store, prefix_cache=policy.prefix_cache, eviction=LeastRecentlyUsed(), observer=ghosts)
+    cache = KVCache(
+        footprint,
+        store,
+        prefix_cache=policy.prefix_cache,
+        eviction=LeastRecentlyUsed(),
+        observer=ghosts,
+        lifetime=Lifetime(policy.ttl_s, policy.max_age_s),
+    )
     scheduler = Scheduler(
         cache,
         fingerprint(model, ops, config),

@@ -99,6 +99,18 @@ class EngineStats:
 
 
 @dataclass(frozen=True, slots=True)
+class ErasureReport:
+    """What an erasure did. `pages` and `n_bytes` are unpublished and, but for the pending ones, zeroed; those go when
+    the last of the running `requests` that may read them ends. `keys`: keys of ghost fingerprints destroyed."""
+
+    pages: int
+    n_bytes: int
+    keys: int
+    pending: int
+    requests: int
+
+
+@dataclass(frozen=True, slots=True)
 class CacheReport:
     """How well the cache serves, over all receipts issued.
 
@@ -134,6 +146,11 @@ class EngineClient(Protocol):
 
     def page_map(self) -> list[FrameMap]:
         """For the page at "/": every frame of the arena, in order. May wait for the step in progress."""
+        ...
+
+    def erase(self, tenant: str, salt: str | None = None) -> ErasureReport:
+        """Unpublish and zero what the cache holds of a tenant, or of one of its salts. May wait for the step in
+        progress."""
         ...
 
     def cache_report(self) -> CacheReport:

@@ -14,7 +14,7 @@ from octavo.cache.manager import KVCache
 from octavo.engine.admission import checked_max_tokens
 from octavo.engine.answering import Answers
 from octavo.engine.choosing import Chooser
-from octavo.engine.client import CacheReport, EngineInfo, EngineStats, FrameMap
+from octavo.engine.client import CacheReport, EngineInfo, EngineStats, ErasureReport, FrameMap
 from octavo.engine.messages import Failed, GenerateRequest, Sink
 from octavo.engine.outlet import Outlet
 from octavo.engine.request import Request
@@ -32,6 +32,8 @@ log = logging.getLogger("octavo.engine")
 
 #: How long `close` waits for the step in progress.
 CLOSE_TIMEOUT_S = 30.0
+#: How often an idle engine looks for pages whose time is over.
+EXPIRY_PERIOD_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,15 @@ class Engine:
         # Only the copying is the engine's work.
         return page_map(self.call(self._cache.arena.snapshot, timeout_s=10.0), self._cache.classes)
 
+    def erase(self, tenant: str, salt: str | None = None) -> ErasureReport:
+        def erase() -> ErasureReport:
+            requests = self._answers.erase(tenant, salt)
+            erasure = self._cache.erase(tenant, salt)
+            keys = self._scheduler.forget_ghosts(tenant) if salt is None else 0
+            return ErasureReport(erasure.pages, erasure.n_bytes, keys, erasure.pending, requests)
+
+        return self.call(erase, timeout_s=30.0)
+
     def cache_report(self) -> CacheReport:
         def report() -> CacheReport:
             totals = self._answers.totals
@@ -178,6 +189,7 @@ class Engine:
         try:
             while not self._closing:
                 self._receive(wait=not self._scheduler.has_work())
+                self._cache.expire()
                 if self._scheduler.has_work():
                     with nullcontext() if self.profile is None else self.profile.step():
                         self._step()
@@ -222,9 +234,11 @@ class Engine:
     # ---- messages ---------------------------------------------------------------------------------------
 
     def _receive(self, *, wait: bool) -> None:
+        """Take what is there. With nothing else to do, wait for something, or until pages may have expired."""
+        limit = EXPIRY_PERIOD_S if self._cache.tree.lifetime.is_limited else None
         while True:
             try:
-                message = self._inbox.get(block=wait)
+                message = self._inbox.get(block=wait, timeout=limit if wait else None)
             except queue.Empty:
                 return
             wait = False

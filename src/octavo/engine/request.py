@@ -83,6 +83,8 @@ class Request:
         num_cached_tokens: prefix hit of its first admission; None before. miss: why that was no longer.
         holds_more: set by each step that computes for it, and cleared when holdings and peak are brought up to date.
         holdings: pages of its choices when one last ended. peak_kv_bytes: the most of these, in bytes.
+        erased: its tenant's pages were erased while it was in flight: it publishes none.
+        expires_at: when what it published expires, in the tree's clock; None without a lifetime.
         evicted_tokens: cached tokens that went to make room for it.
     """
 
@@ -94,6 +96,8 @@ class Request:
     num_cached_tokens: int | None = None
     miss: Miss | None = None
     evicted_tokens: int = 0
+    erased: bool = False
+    expires_at: float | None = None
     completion_tokens: int = 0
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     submitted: float = field(default_factory=time.monotonic)

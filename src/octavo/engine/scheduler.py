@@ -74,6 +74,10 @@ class Scheduler:
         """See `Ghosts.what_if`."""
         return self._ghosts.what_if(hit_tokens, query_tokens) if self._ghosts is not None else []
 
+    def forget_ghosts(self, tenant: str) -> int:
+        """Destroy the key of a tenant's ghosts; how many keys there were."""
+        return self._ghosts.forget_tenant(tenant) if self._ghosts is not None else 0
+
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
@@ -106,6 +110,7 @@ class Scheduler:
             if self._blocked == (sequence, self._releases, self._steps // ADMISSION_RETRY_STEPS):
                 return
             table = self._cache.new_table(self._identity(sequence))
+            table.erased = sequence.request.erased
             # Matched first, so that what is shared is locked, and charged to nobody.
             match = self._cache.match_prefix(table, sequence.tokens.view(), self._match_limit(sequence))
             if not self._has_room(sequence, table):
