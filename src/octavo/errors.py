@@ -57,4 +57,11 @@ class IntegrityError(OctavoError):
 
 
 class OutOfPages(OctavoError):
-    """The page budget is spent and nothing can be evicted. The scheduler answers by preempting; users never see it."""
+    """The page budget is spent and nothing can be evicted. The scheduler answers by preempting; users never see it.
+
+    `tenant` is set where it is not the budget but a tenant's cap that is reached.
+    """
+
+    def __init__(self, message: str, *, tenant: str | None = None) -> None:
+        super().__init__(message)
+        self.tenant = tenant

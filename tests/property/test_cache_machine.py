@@ -22,6 +22,7 @@ from octavo.cache.footprint import Footprint
 from octavo.cache.format import Form
 from octavo.cache.lifetime import Lifetime
 from octavo.cache.manager import KVCache
+from octavo.cache.quotas import Quota, Quotas
 from octavo.cache.radix import Lower, PrefixIdentity, Resident
 from octavo.cache.spec import CacheSpec, FullGroup
 from octavo.cache.store import ExportedPage
@@ -34,6 +35,8 @@ PAGE = 16
 WINDOW = 20
 SPEC = CacheSpec((FullGroup((0, 2), n_kv_heads=1, head_dim=8), SlidingGroup((1,), 1, 8, WINDOW)))
 TTL = 10.0
+#: Of about 110,000 bytes: one tenant is capped, the other is promised something.
+QUOTAS = Quotas({"a": Quota(cap=60_000), "b": Quota(floor=20_000)})
 FORMS = [Form("int8", "int8"), Form("f16", "int8")]
 N_FRAMES = 20
 #: What a failed step leaves in its pages.
@@ -112,7 +115,12 @@ class CacheMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.store = OnlyStore(sizes.arena_bytes)
         self.cache = KVCache(
-            sizes, self.store, observer=self.listener, lifetime=Lifetime(ttl_s=TTL), clock=lambda: self.now
+            sizes,
+            self.store,
+            observer=self.listener,
+            lifetime=Lifetime(ttl_s=TTL),
+            quotas=QUOTAS,
+            clock=lambda: self.now,
         )
         self.tokens: dict[int, list[int]] = {}
         self.real: dict[int, BlockTable] = {}
@@ -151,11 +159,16 @@ class CacheMachine(RuleBasedStateMachine):
         real, tokens = self.real[table], self.tokens[table]
         more = TEXTS[text][len(tokens) : len(tokens) + n]
         before = self.state(real)
+        other = "b" if real.identity.tenant == "a" else "a"
+        theirs = self.cache.usage_of(other).used
         try:
             self.cache.reserve(real, len(more))
         except OutOfPages:
             assert before == self.state(real)
             return
+        finally:
+            after = self.cache.usage_of(other).used
+            assert after == theirs or after >= QUOTAS.floor(other), "taken below its floor"
         tokens.extend(more)
         self.write(real, tokens, real.num_computed_tokens)
         self.cache.commit(real, np.array(tokens, dtype=np.int32), len(more))
@@ -253,7 +266,8 @@ class CacheMachine(RuleBasedStateMachine):
         for g, own in enumerate(real.groups):
             sealed = self.cache.classes.sealed(g, real.identity.stored_form).index
             need[sealed] = total // PAGE - own.n_pages
-        if self.cache.has_room(need):
+        tenant = real.identity.tenant
+        if self.cache.has_room(need, tenant) and self.cache.within_cap(need, tenant):
             self.cache.reserve(real, n * PAGE)
             self.cache.rollback(real)
 

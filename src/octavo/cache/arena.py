@@ -91,6 +91,14 @@ class _Class:
     n_cached: int = 0
 
 
+@dataclass(slots=True)
+class OwnerUsage:
+    """Bytes of pages that one owner has allocated: all, and those that only the prefix tree holds."""
+
+    used: int = 0
+    cached: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class ArenaSnapshot:
     """Copies of the books at one moment; see `Arena` for the arrays. `frame_class` is -1 for a free frame."""
@@ -120,6 +128,7 @@ class Arena:
         page_class: int16, index of the page's class.
         ref_count: int32, holders.
         published: bool, whether the prefix tree is one of them.
+        owner: int32, on whose account the page is (see `usage_of`).
     """
 
     def __init__(self, store: PageStore, n_frames: int, frame_bytes: int, class_bytes: Sequence[int]) -> None:
@@ -141,6 +150,8 @@ class Arena:
         self.published: NDArray[np.bool_] = np.zeros(max_pages, dtype=np.bool_)
         self._free_handles = list(range(max_pages - 1, -1, -1))
         self._zero = np.zeros(max_pages, dtype=np.bool_)
+        self.owner: NDArray[np.int32] = np.zeros(max_pages, dtype=np.int32)
+        self._owners: list[OwnerUsage] = []
         #: Frames that have held pages: their free slots may hold old bytes.
         self._touched: set[int] = set()
 
@@ -148,7 +159,15 @@ class Arena:
     def free_frames(self) -> int:
         return len(self._free_frames)
 
-    def allocate(self, page_class: int) -> PageHandle:
+    def new_owner(self) -> int:
+        """An account that pages can be on."""
+        self._owners.append(OwnerUsage())
+        return len(self._owners) - 1
+
+    def usage_of(self, owner: int) -> OwnerUsage:
+        return self._owners[owner]
+
+    def allocate(self, page_class: int, owner: int) -> PageHandle:
         """A page of this class, with one holder. Raises OutOfPages when its frames are full and no frame is free."""
         cls = self._classes[page_class]
         frame = cls.partial.fullest()  # so that the others can run empty
@@ -162,6 +181,8 @@ class Arena:
             self.store.zero(int(self.offsets[handle]), cls.page_bytes)
         self.page_class[handle] = page_class
         self.ref_count[handle] = 1
+        self.owner[handle] = owner
+        self._owners[owner].used += cls.page_bytes
         return handle
 
     def hold(self, handles: I64) -> None:
@@ -194,7 +215,7 @@ class Arena:
         if not self.published[handle]:
             raise ValueError(f"page {handle} is not in the tree")
         if self.ref_count[handle] == 1:
-            self._classes[self.page_class[handle]].n_cached -= 1
+            self._add_cached(np.array([handle], dtype=np.int64), -1)
         self.published[handle] = False
         self.release(np.array([handle], dtype=np.int64))
 
@@ -333,6 +354,7 @@ class Arena:
             cls.partial.add(index, frame.n_used)
         else:
             self._give_back(index)
+        self._owners[self.owner[handle]].used -= cls.page_bytes
         if self._zero[handle]:
             self.store.zero(int(self.offsets[handle]), cls.page_bytes)
             self._zero[handle] = False
@@ -348,5 +370,7 @@ class Arena:
 
     def _add_cached(self, handles: I64, sign: int) -> None:
         """Pages that have become held by the tree alone (1), or are no longer (-1)."""
-        for page_class in self.page_class[handles]:
-            self._classes[page_class].n_cached += sign
+        for page_class, owner in zip(self.page_class[handles].tolist(), self.owner[handles].tolist(), strict=True):
+            cls = self._classes[page_class]
+            cls.n_cached += sign
+            self._owners[owner].cached += sign * cls.page_bytes

@@ -119,6 +119,16 @@ class _Check:
         frames = arena.offsets[live] // arena.frame_bytes
         if (snapshot.frame_class[frames] != arena.page_class[live]).any():
             self._say("a page lies in a frame of another class")
+        for tenant, owner in self._cache._owners.items():
+            handles = [h for h in live.tolist() if arena.owner[h] == owner]
+            n_bytes = sum(arena.page_bytes(h) for h in handles)
+            cached = sum(arena.page_bytes(h) for h in handles if h in self._in_tree and self._holders[h] == 1)
+            usage = arena.usage_of(owner)
+            if (usage.used, usage.cached) != (n_bytes, cached):
+                self._say(f"tenant {tenant!r} counts {usage.used}, {usage.cached} bytes, has {n_bytes}, {cached}")
+            cap = self._cache.quotas.cap(tenant)
+            if cap is not None and n_bytes > cap:
+                self._say(f"tenant {tenant!r} has {n_bytes} bytes, more than its cap of {cap}")
         for page_class in classes:
             self._check_class(page_class.index, live, snapshot.frame_class)
         used = np.zeros(arena.n_frames, dtype=bool)

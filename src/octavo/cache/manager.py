@@ -6,15 +6,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.cache.arena import Arena, ClassUsage, PageHandle
+from octavo.cache.arena import Arena, ClassUsage, OwnerUsage, PageHandle
 from octavo.cache.classes import PageClass
 from octavo.cache.eviction import CacheObserver, EvictionPolicy
 from octavo.cache.footprint import Footprint
 from octavo.cache.lifetime import Lifetime
+from octavo.cache.quotas import Quotas
 from octavo.cache.radix import Erasure, Match, MatchEnd, PrefixIdentity, PrefixTree, Resident
 from octavo.cache.receipt import Holdings
 from octavo.cache.store import PageStore
@@ -57,6 +59,7 @@ class KVCache:
         eviction: EvictionPolicy | None = None,
         observer: CacheObserver | None = None,
         lifetime: Lifetime | None = None,
+        quotas: Quotas | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.footprint = footprint
@@ -68,6 +71,8 @@ class KVCache:
             store, footprint.n_frames, footprint.frame_bytes, [page_class.page_bytes for page_class in self.classes]
         )
         self.tree = PrefixTree(self.arena, self.groups, self.page_size, eviction, observer, lifetime, clock)
+        self.quotas = quotas or Quotas()
+        self._owners: dict[str, int] = {}
         self.tables: set[BlockTable] = set()
 
     def new_table(self, identity: PrefixIdentity) -> BlockTable:
@@ -121,7 +126,7 @@ class KVCache:
             wanted += [self.classes.sealed(g, table.identity.stored_form)] * (end // size - own.n_pages)
         try:
             for page_class in wanted:
-                got.append(self._allocate(page_class))
+                got.append(self._allocate(page_class, table.identity.tenant))
         except OutOfPages:
             self.arena.release(np.array(got, dtype=np.int64))
             raise
@@ -163,7 +168,7 @@ class KVCache:
         try:
             for g, own in enumerate(table.groups):
                 unfinished = own.open_page is not None and table.num_computed_tokens % self.page_size
-                copies.append(self._allocate(self.classes.opened(g)) if unfinished else None)
+                copies.append(self._allocate(self.classes.opened(g), table.identity.tenant) if unfinished else None)
         except OutOfPages:
             self.arena.release(np.array([c for c in copies if c is not None], dtype=np.int64))
             raise
@@ -224,12 +229,36 @@ class KVCache:
             pages[self.classes.opened(g).index] -= own.open_page is not None
         return +pages
 
-    def has_room(self, pages: Mapping[int, int]) -> bool:
-        """Whether so many more pages of each class (by index) can be had, at the price of all that is only cached."""
+    def has_room(self, pages: Mapping[int, int], tenant: str) -> bool:
+        """Whether so many more pages of each class (by index) can be had for a tenant, at the price of all that is only
+        cached and may be taken. Its cap is another question: `within_cap`."""
         need: Counter[int] = Counter(pages)
         for page_class in self.classes:
             need[page_class.index] += self.arena.usage(page_class.index).active
-        return self.footprint.frames_holding(need) <= self.arena.n_frames
+        protected = sum(self._protected(other) for other in self._owners if other != tenant)
+        frames = self.footprint.frames_holding(need) + -(-protected // self.arena.frame_bytes)
+        return frames <= self.arena.n_frames
+
+    def within_cap(self, pages: Mapping[int, int], tenant: str) -> bool:
+        """Whether so many more pages of each class (by index) stay within a tenant's cap, at the price of all that is
+        only cached of it."""
+        cap, own = self.quotas.cap(tenant), self.usage_of(tenant)
+        n_bytes = sum(n * self.classes[index].page_bytes for index, n in pages.items())
+        return cap is None or own.used - own.cached + n_bytes <= cap
+
+    def bytes_for(self, n_tokens: int) -> int:
+        """Of the pages that one sequence of so many tokens holds, sharing nothing."""
+        pages = self.footprint.pages_for(n_tokens)
+        return sum(n * self.classes[index].page_bytes for index, n in pages.items())
+
+    def usage_of(self, tenant: str) -> OwnerUsage:
+        """Bytes of pages on a tenant's account."""
+        return self.arena.usage_of(self._owners[tenant]) if tenant in self._owners else OwnerUsage()
+
+    def _protected(self, tenant: str) -> int:
+        """Bytes of a tenant's cached pages that no other tenant's request can take."""
+        usage, floor = self.usage_of(tenant), self.quotas.floor(tenant)
+        return min(max(floor - (usage.used - usage.cached), 0), usage.cached) if floor else 0
 
     def holdings(self, tables: Iterable[BlockTable]) -> Holdings:
         """The distinct pages that these tables hold."""
@@ -298,11 +327,27 @@ class KVCache:
                     self.tree.passed(node, g)
                 node = node.parent
 
-    def _allocate(self, page_class: PageClass) -> PageHandle:
+    def _allocate(self, page_class: PageClass, tenant: str) -> PageHandle:
+        """Raises OutOfPages, with `tenant` set where it is the tenant's own cap that is reached."""
+        owner = self._owners.get(tenant)
+        if owner is None:
+            owner = self._owners[tenant] = self.arena.new_owner()
+        cap = self.quotas.cap(tenant)
+        while cap is not None and self.arena.usage_of(owner).used + page_class.page_bytes > cap:
+            if not self.tree.evict_one(lambda victim: victim == tenant):
+                raise OutOfPages(f"tenant {tenant!r} has reached its cap of {cap:,} bytes", tenant=tenant)
         while True:
             try:
-                return self.arena.allocate(page_class.index)
+                return self.arena.allocate(page_class.index, owner)
             except OutOfPages:
                 # Evicting frees slots of some class; when another asks, compaction turns those into a free frame.
-                if not self.arena.compact() and not self.tree.evict_one():
+                if not self.arena.compact() and not self.tree.evict_one(partial(self._may_take, tenant)):
                     raise
+
+    def _may_take(self, tenant: str, victim: str) -> bool:
+        """Whether a tenant's request may take a page of another: not below the other's floor."""
+        if victim == tenant or not self.quotas.floor(victim):
+            return True
+        # What goes at once: a node's page in every group, of the largest form.
+        sealed = (max(c.page_bytes for c in self.classes if c.group == g) for g in range(len(self.groups)))
+        return self.usage_of(victim).used - sum(sealed) >= self.quotas.floor(victim)

@@ -129,6 +129,10 @@ class Inserted:
     handles: tuple[PageHandle, ...]
 
 
+#: (priority, number of the push, node, group whose slot alone may go, or None for the whole node).
+_Candidate = tuple[float, int, Node, int | None]
+
+
 @dataclass(frozen=True, slots=True)
 class Erasure:
     """Pages that were unpublished, their bytes, and how many of them are still read by running requests: these are
@@ -173,8 +177,8 @@ class PrefixTree:
         self.policy = policy or LeastRecentlyUsed()
         self._observer = observer
         self._roots: dict[PrefixIdentity, dict[bytes, Node]] = {}
-        #: (priority, number of the push, node, group whose slot alone may go, or None for the whole node).
-        self._heap: list[tuple[float, int, Node, int | None]] = []
+        #: For each tenant, what may be evicted of it.
+        self._heaps: dict[str, list[_Candidate]] = {}
         self._clock = 0
         self._pushes = 0
         self.n_nodes = 0
@@ -317,15 +321,21 @@ class PrefixTree:
         if not self._groups[group].serves_from_leaves:
             self._push(node, group)
 
-    def evict_one(self) -> bool:
-        """Let the cached page with the lowest priority go, with what only it made useful; False if there is none."""
-        while self._heap:
-            priority, _, node, group = heapq.heappop(self._heap)
-            if not self._is_evictable(node, group):
-                continue
-            if self.policy.priority(node) != priority:
-                self._push(node, group)
-                continue
+    def evict_one(self, may_take: Callable[[str], bool] | None = None) -> bool:
+        """Let the cached page with the lowest priority go, with what only it made useful; False if there is none.
+
+        may_take: which tenants' pages may go; None: everybody's.
+        """
+        while True:
+            best: tuple[float, int, str] | None = None
+            for tenant in list(self._heaps):
+                if may_take is None or may_take(tenant):
+                    top = self._top(tenant)
+                    if top is not None and (best is None or (top[0], top[1], tenant) < best):
+                        best = (top[0], top[1], tenant)
+            if best is None:
+                return False
+            _, _, node, group = heapq.heappop(self._heaps[best[2]])
             before = self.evicted_pages
             if group is None:
                 self._remove(node)
@@ -334,7 +344,21 @@ class PrefixTree:
                 self._offer(node)
             if self.evicted_pages > before:
                 return True
-        return False
+
+    def _top(self, tenant: str) -> _Candidate | None:
+        """The tenant's candidate with the lowest priority, after what is none any more has been put away."""
+        heap = self._heaps[tenant]
+        while heap:
+            priority, _, node, group = heap[0]
+            if self._is_evictable(node, group):
+                if self.policy.priority(node) == priority:
+                    return heap[0]
+                heapq.heappop(heap)
+                self._push(node, group)
+            else:
+                heapq.heappop(heap)
+        del self._heaps[tenant]
+        return None
 
     def clear(self) -> None:
         """Evict everything that no table holds."""
@@ -378,14 +402,16 @@ class PrefixTree:
 
     def _push(self, node: Node, group: int | None) -> None:
         self._pushes += 1
-        heapq.heappush(self._heap, (self.policy.priority(node), self._pushes, node, group))
+        tenant = node.identity.tenant
+        heap = self._heaps.setdefault(tenant, [])
+        heapq.heappush(heap, (self.policy.priority(node), self._pushes, node, group))
         # Entries of nodes that were used again stay behind; rebuild before they outnumber the living.
-        if len(self._heap) > 64 + 4 * self.n_nodes * (1 + len(self._groups)):
+        if len(heap) > 64 + 4 * self.n_nodes * (1 + len(self._groups)):
             everything = (None, *(g for g, group in enumerate(self._groups) if not group.serves_from_leaves))
-            candidates = [(n, g) for n in self.nodes() for g in everything if self._is_evictable(n, g)]
-            self._heap = [(self.policy.priority(n), i, n, g) for i, (n, g) in enumerate(candidates)]
-            heapq.heapify(self._heap)
-            self._pushes = len(self._heap)
+            own = (n for n in self.nodes() if n.identity.tenant == tenant)
+            candidates = [(n, g) for n in own for g in everything if self._is_evictable(n, g)]
+            heap[:] = [(self.policy.priority(n), i - len(candidates), n, g) for i, (n, g) in enumerate(candidates)]
+            heapq.heapify(heap)
 
     def _cut_off(self, node: Node, reason: EvictionReason) -> Erasure:
         """Take a node and all behind it out of the tree, whoever may be reading it."""

@@ -8,7 +8,7 @@ computed again later, to the same bits.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -23,7 +23,7 @@ from octavo.cache.radix import Match, PrefixIdentity
 from octavo.cache.table import BlockTable
 from octavo.engine.messages import Started
 from octavo.engine.request import Request, Sequence
-from octavo.errors import CodecRangeError, OutOfPages
+from octavo.errors import CodecRangeError, OutOfPages, RequestError
 
 T = TypeVar("T")
 
@@ -68,6 +68,16 @@ class Scheduler:
         self.preemptions = 0
 
     def add(self, sequence: Sequence) -> None:
+        """Raises RequestError for one that can never fit into its tenant's cap."""
+        tenant, total = sequence.request.message.tenant, sequence.max_total_tokens()
+        cap, needed = self._cache.quotas.cap(tenant), self._cache.bytes_for(total)
+        if cap is not None and needed > cap:
+            raise RequestError(
+                f"the request may need {needed:,} bytes of cache for its {total:,} tokens, and this tenant's cap is "
+                f"{cap:,} bytes; ask for less, or for fewer tokens",
+                param="max_tokens",
+                code="tenant_cap_exceeded",
+            )
         self.waiting.append(sequence)
 
     def what_if(self, hit_tokens: int, query_tokens: int) -> list[tuple[float, float]]:
@@ -113,6 +123,9 @@ class Scheduler:
             table.erased = sequence.request.erased
             # Matched first, so that what is shared is locked, and charged to nobody.
             match = self._cache.match_prefix(table, sequence.tokens.view(), self._match_limit(sequence))
+            if not self._is_within_cap(sequence, table):
+                self._cache.release(table)
+                continue  # it waits for its own tenant's, and keeps nobody else
             if not self._has_room(sequence, table):
                 self._cache.release(table)
                 self._blocked = (sequence, self._releases, self._steps // ADMISSION_RETRY_STEPS)
@@ -199,8 +212,9 @@ class Scheduler:
             try:
                 self._take_pages(sequence, n_tokens)
                 return True
-            except OutOfPages:
-                victim = self.running[-1]
+            except OutOfPages as error:
+                # At a tenant's cap it is one of its own that has to go.
+                victim = next(s for s in reversed(self.running) if error.tenant in (None, s.request.message.tenant))
                 self._preempt(victim)
                 step[:] = [item for item in step if item.sequence is not victim]
                 if victim is sequence:
@@ -238,14 +252,27 @@ class Scheduler:
         """
         if not self.running:
             return True
-        size = self._cache.page_size
-        preempted = sequence.preemptions > 0
-        need = self._cache.more_pages(table, sequence.max_total_tokens() if preempted else len(sequence.tokens) + size)
+        need = self._to_grow(sequence, table, sequence)
         for other in self.running:
             assert other.table is not None
-            total = other.max_total_tokens() if preempted else len(other.tokens) + size
-            need.update(self._cache.more_pages(other.table, total))
-        return self._cache.has_room(need)
+            need.update(self._to_grow(other, other.table, sequence))
+        return self._cache.has_room(need, sequence.request.message.tenant)
+
+    def _is_within_cap(self, sequence: Sequence, table: BlockTable) -> bool:
+        """The same question of the tenant's cap, beside its own sequences that run."""
+        tenant = sequence.request.message.tenant
+        need = self._to_grow(sequence, table, sequence)
+        own = [other for other in self.running if other.request.message.tenant == tenant]
+        for other in own:
+            assert other.table is not None
+            need.update(self._to_grow(other, other.table, sequence))
+        return not own or self._cache.within_cap(need, tenant)
+
+    def _to_grow(self, sequence: Sequence, table: BlockTable, newcomer: Sequence) -> Counter[int]:
+        """Pages that a sequence is to have room for before the newcomer may start."""
+        preempted = newcomer.preemptions > 0
+        total = sequence.max_total_tokens() if preempted else len(sequence.tokens) + self._cache.page_size
+        return self._cache.more_pages(table, total)
 
     def _is_being_computed(self, sequence: Sequence) -> bool:
         """Whether a running sequence is computing pages of this one's prompt that nobody has published yet.
