@@ -28,6 +28,7 @@ GOOD: dict[str, Any] = {
     "frequency_penalty": 1.0, "repetition_penalty": 1.1, "best_of": 2, "add_generation_prompt": True,
     "stream_options": None, "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
     "tool_choice": "auto", "return_token_strs": True, "add_special_tokens": True, "user": "u",
+    "prompt_cache_key": "k", "prompt_cache_retention": "in_memory",
 }  # fmt: skip
 
 ODD: list[Any] = [

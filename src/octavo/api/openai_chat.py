@@ -92,9 +92,7 @@ async def _answer(context: ServerContext, body: ChatCompletionRequest) -> Respon
         render_chat, tokenizer, body.messages, body.offered_tools, body.add_generation_prompt is not False
     )
     chat_id = f"chatcmpl-{uuid.uuid4().hex}"
-    generation = context.generations.open(
-        [GenerateRequest(chat_id, prompt_array(prompt), params, body.cache_salt or "")]
-    )
+    generation = context.generations.open([GenerateRequest(chat_id, prompt_array(prompt), params, body.cache_division)])
     writer = _ChatWriter(context, body, chat_id)
     if not body.stream:
         with generation:

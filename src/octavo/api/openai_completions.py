@@ -83,7 +83,7 @@ async def _answer(context: ServerContext, body: CompletionRequest) -> Response:
     writer = _CompletionWriter(context, body, completion_id, prompts)
     generation = context.generations.open(
         [
-            GenerateRequest(writer.request_id(i), prompt.token_ids, params, body.cache_salt or "")
+            GenerateRequest(writer.request_id(i), prompt.token_ids, params, body.cache_division)
             for i, prompt in enumerate(prompts)
         ]
     )
