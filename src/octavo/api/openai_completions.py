@@ -16,7 +16,7 @@ from octavo.api.context import ServerContext, Usage, context_of, usage_of
 from octavo.api.errors import JsonResponse, invalid
 from octavo.api.generation import Answer, Generation, Idle, collect, while_connected
 from octavo.api.schemas.completions import CompletionRequest, Prompt, check_token_ids
-from octavo.api.streaming import DONE, EventStreamResponse, Frames, sse_comment, sse_data
+from octavo.api.streaming import DONE, Frames, sse_comment, sse_data, stream_answer
 from octavo.api.token_labels import CompletionLogprobs, CompletionLogprobsBuilder
 from octavo.engine.messages import (
     Delta,
@@ -90,12 +90,7 @@ async def _answer(context: ServerContext, body: CompletionRequest) -> Response:
     if not body.stream:
         with generation:
             return JsonResponse(writer.completion(await collect(generation)))
-    try:
-        await generation.admitted(context.settings.keepalive_s)
-    except BaseException:
-        generation.close()
-        raise
-    return EventStreamResponse(writer.frames(generation), close=generation.close)
+    return await stream_answer(generation, writer.frames(generation), wait_s=context.settings.keepalive_s)
 
 
 def encode_prompts(tokenizer: Tokenizer, prompts: list[Prompt], add_special: bool) -> list[EncodedPrompt]:
