@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -452,3 +453,20 @@ def test_a_model_without_a_template(claude: Anthropic, scripted: ScriptedEngine)
     scripted.tokenizer.has_chat_template = False
     with pytest.raises(anthropic.BadRequestError, match="no chat template"):
         claude.messages.create(model="scripted", max_tokens=5, messages=HI)
+
+
+def test_logs_hold_no_secrets(
+    server: RunningServer, scripted: ScriptedEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="octavo")
+    secret = "xyzzy-the-secret-prompt"
+    body = {"model": "scripted", "max_tokens": 50, "messages": [{"role": "user", "content": secret}], "system": secret}
+    with server.client(headers={"x-api-key": secret}) as client:
+        assert client.post("/v1/messages", json={**body, "metadata": {"user_id": secret}}).status_code == 200
+        assert client.post("/v1/messages", json={**body, "temperature": secret}).status_code == 400
+        scripted.script = Script(fail_after=2, error=RuntimeError(secret))
+        assert secret not in client.post("/v1/messages", json={**body, "stream": True}).text
+        assert secret not in client.post("/v1/messages", json=body).text
+    assert secret not in caplog.text
+    # The log is written, and would have shown it.
+    assert "unexpected RuntimeError at" in caplog.text

@@ -117,6 +117,16 @@ def test_tools_after_the_system_text(request: pytest.FixtureRequest) -> None:
     assert "What second does" in two
 
 
+@pytest.mark.parametrize("tokenizer_of", ["bytes", "qwen_coder"])
+def test_tools_without_a_system_text(request: pytest.FixtureRequest, tokenizer_of: str) -> None:
+    made = body(tools=[tool("first", HOUR), tool("second", MINUTES)])
+    one, two = ends(tokenizer(request, tokenizer_of), made)
+    assert "What first does" in one
+    assert "What second does" not in one
+    assert "What second does" in two
+    assert "hi" not in two.rpartition("user\n")[2]
+
+
 def test_marks_on_tools_and_results() -> None:
     request = body(
         tools=[tool("f")],

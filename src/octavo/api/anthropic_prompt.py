@@ -127,14 +127,14 @@ class _Conversation:
     def _tools_end(self, token_ids: list[int], n_tools: int) -> int:
         """Some templates write tools before the system's text, some after it: then a prefix that holds a tool holds
         that text too. Told apart by whether the tool counts where another system text follows."""
-        system = self._body.system
+        system, tools = self._body.system, self._tools[:n_tools]
         text = joined(system)
+        if not text:
+            return self._system_end(token_ids, system, tools)
         other = [TextBlock(type="text", text="y" if text.lstrip().startswith("x") else "x")]
-        with_tool = self._system_end(token_ids, other, self._tools[:n_tools])
-        without = self._system_end(token_ids, other, self._tools[: n_tools - 1])
-        if not text or with_tool > without:
-            return with_tool
-        return self._system_end(token_ids, system, self._tools[:n_tools])
+        with_tool = self._system_end(token_ids, other, tools)
+        without = self._system_end(token_ids, other, tools[:-1])
+        return with_tool if with_tool > without else self._system_end(token_ids, system, tools)
 
     def _common(self, token_ids: list[int], messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> int:
         try:
