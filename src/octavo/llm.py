@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import uuid
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -25,7 +26,7 @@ from octavo.engine.messages import (
     TokenLogprob,
 )
 from octavo.engine.prompt import I32, prompt_array
-from octavo.errors import EngineStopped, RequestError
+from octavo.errors import EngineStopped, OverloadedError, RequestError
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -112,12 +113,15 @@ class LLM:
         self.tokenizer = engine.tokenizer
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, *, cache_salt: str = ""
+        self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | None = None, *, cache_salt: str = ""
     ) -> Any:
         """Complete one prompt (-> RequestOutput) or several at once (-> list of RequestOutput, in order).
 
-        A prompt is text or token ids. Raises RequestError for the first prompt that cannot be served.
+        A prompt is text or token ids. There may be more of them than the engine's queue takes at once. Raises
+        RequestError for the first prompt that cannot be served.
         """
+        if isinstance(prompts, Iterator):
+            prompts = list(prompts)  # looked at twice below
         if _is_one_prompt(prompts):
             return self._run([self._tokens(prompts)], params, cache_salt)[0]
         return self._run([self._tokens(p) for p in prompts], params, cache_salt)
@@ -200,20 +204,26 @@ class LLM:
             r.request_id: RequestOutput(tokens, [Completion(i) for i in range(r.params.n)])
             for r, tokens in zip(requests, prompts, strict=True)
         }
-        submitted: list[str] = []
+        waiting = deque(requests)
+        in_flight: set[str] = set()
         try:
-            for request in requests:
-                self.engine.submit(request, events.put)
-                submitted.append(request.request_id)
-            n_open = len(requests)
-            while n_open:
+            while waiting or in_flight:
+                while waiting:
+                    try:
+                        self.engine.submit(waiting[0], events.put)
+                    except OverloadedError:
+                        if not in_flight:
+                            raise
+                        break  # the queue is full of these prompts: one has to end first
+                    in_flight.add(waiting.popleft().request_id)
                 event = self._next(events)
                 if isinstance(event, Failed):
                     raise event.error
                 _apply(outputs[event.request_id], event)
-                n_open -= isinstance(event, Finished)
+                if isinstance(event, Finished):
+                    in_flight.remove(event.request_id)
         except BaseException:
-            for request_id in submitted:
+            for request_id in in_flight:
                 self.engine.cancel(request_id)
             raise
         return list(outputs.values())

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 
+import anthropic
 import openai
 import pytest
 
@@ -50,6 +51,17 @@ def openai_client(server: RunningServer, key: str = "none") -> openai.OpenAI:
     return openai.OpenAI(base_url=server.url + "/v1", api_key=key, max_retries=0, timeout=20)
 
 
+def anthropic_client(server: RunningServer, key: str = "no-key") -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=server.url, api_key=key, max_retries=0, timeout=20)
+
+
+@pytest.fixture
+def claude(server: RunningServer) -> Iterator[anthropic.Anthropic]:
+    """Anthropic's client on the scripted engine; `any_claude`: on any."""
+    with anthropic_client(server) as sdk:
+        yield sdk
+
+
 @pytest.fixture(scope="session", params=ENGINES)
 def any_engine(request: pytest.FixtureRequest) -> Iterator[EngineClient]:
     engine = _build(request.param)
@@ -66,6 +78,12 @@ def any_server(any_engine: EngineClient) -> Iterator[RunningServer]:
 @pytest.fixture
 def any_client(any_server: RunningServer) -> Iterator[openai.OpenAI]:
     with openai_client(any_server) as sdk:
+        yield sdk
+
+
+@pytest.fixture
+def any_claude(any_server: RunningServer) -> Iterator[anthropic.Anthropic]:
+    with anthropic_client(any_server) as sdk:
         yield sdk
 
 

@@ -154,7 +154,7 @@ def test_parameters_reach_the_engine(client: OpenAI, scripted: ScriptedEngine) -
     )  # fmt: skip
     (request,) = scripted.requests
     params = request.params
-    assert request.cache_salt == "salt"
+    assert request.cache_salt == '["salt", null]'
     assert (params.max_tokens, params.temperature, params.top_p, params.seed, params.n) == (3, 0.5, 0.9, 7, 2)
     assert (params.presence_penalty, params.frequency_penalty, params.logit_bias) == (0.5, -0.5, {65: -5.0})
     assert (params.top_k, params.min_p, params.repetition_penalty) == (5, 0.1, 1.2)

@@ -34,6 +34,7 @@ def post(connection: socket.socket, path: str, body: dict[str, object]) -> None:
 BODIES = {
     "/v1/chat/completions": {"model": "scripted", "messages": [{"role": "user", "content": "hi"}], "n": 2},
     "/v1/completions": {"model": "scripted", "prompt": ["hi", "ho"]},
+    "/v1/messages": {"model": "scripted", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 20},
 }
 
 

@@ -96,6 +96,9 @@ BAD_CHATS = [
     ({**CHAT, "cache_salt": 5}, "cache_salt", ["a string"]),
     ({**CHAT, "cache_salt": ""}, "cache_salt", ["at least 1"]),
     ({**CHAT, "cache_salt": "s" * 257}, "cache_salt", ["at most 256", "257"]),
+    ({**CHAT, "prompt_cache_key": 5}, "prompt_cache_key", ["a string"]),
+    ({**CHAT, "prompt_cache_key": ""}, "prompt_cache_key", ["at least 1"]),
+    ({**CHAT, "prompt_cache_key": "k" * 257}, "prompt_cache_key", ["at most 256", "257"]),
     ({**CHAT, "tool_choice": "auto"}, "tool_choice", ["tools"]),
     (tool(), "tools[0].function.name", ["required"]),
     (tool(name="a b"), "tools[0].function.name", ["pattern"]),
@@ -147,10 +150,12 @@ REFUSED_IN_CHAT = {
     "truncate_prompt_tokens": [10],
     "echo": [True],
     "best_of": [2],
+    "prompt_cache_retention": ["24h", "1h", 5],
 }
 
 HARMLESS = {
     "user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "prompt_cache_key": "k",
+    "prompt_cache_retention": "in_memory",
     "safety_identifier": "s", "parallel_tool_calls": True, "response_format": {"type": "text"}, "tools": [],
     "tool_choice": None, "modalities": ["text"], "reasoning_effort": None, "min_tokens": 0, "best_of": 1,
     "logit_bias": {}, "stop": None, "seed": None, "top_k": -1, "unheard_of": {"x": [1, None]},

@@ -15,10 +15,14 @@ import pytest
 from .running import RunningServer
 from .scripted import Script, ScriptedEngine
 
-SECONDS = 18.0
-PATHS = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
+#: For the paths of each API: seconds, and requests that must be done by then.
+LIMITS = {"openai": (18.0, 1000), "anthropic": (9.0, 400)}
+PATHS = {
+    "openai": ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"),
+    "anthropic": ("/v1/messages", "/v1/messages", "/v1/messages", "/v1/messages/count_tokens"),
+}
 
-GOOD: dict[str, Any] = {
+GOOD_OPENAI: dict[str, Any] = {
     "model": "scripted", "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes",
     "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
     {"role": "tool", "content": [{"type": "text", "text": "x"}], "tool_call_id": "1"}], "prompt": ["hi", [1, 2]],
@@ -28,7 +32,26 @@ GOOD: dict[str, Any] = {
     "frequency_penalty": 1.0, "repetition_penalty": 1.1, "best_of": 2, "add_generation_prompt": True,
     "stream_options": None, "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
     "tool_choice": "auto", "return_token_strs": True, "add_special_tokens": True, "user": "u",
+    "prompt_cache_key": "k", "prompt_cache_retention": "in_memory",
 }  # fmt: skip
+
+EPHEMERAL = {"type": "ephemeral", "ttl": "1h"}
+
+GOOD_ANTHROPIC: dict[str, Any] = {
+    "model": "scripted", "messages": [{"role": "user", "content": "hi"},
+    {"role": "assistant", "content": [{"type": "text", "text": "yes", "cache_control": {"type": "ephemeral"}},
+    {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": [1, {"b": None}]}}]},
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "is_error": True,
+    "content": [{"type": "text", "text": "x"}]},
+    {"type": "text", "text": "and now?", "cache_control": {"type": "ephemeral", "ttl": "5m"}}]}],
+    "system": [{"type": "text", "text": "be brief", "cache_control": EPHEMERAL}],
+    "tools": [{"name": "f", "description": "d", "input_schema": {"type": "object"}, "cache_control": EPHEMERAL}],
+    "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}, "max_tokens": 3, "temperature": 0.5,
+    "top_p": 0.5, "top_k": 3, "stop_sequences": ["a"], "metadata": {"user_id": "u"}, "stream": False,
+    "cache_salt": "s", "thinking": {"type": "disabled"}, "service_tier": "auto",
+}  # fmt: skip
+GOOD = {"openai": GOOD_OPENAI, "anthropic": GOOD_ANTHROPIC}
+KEPT = {"openai": ("model", "messages", "prompt", "tokens"), "anthropic": ("model", "messages", "max_tokens")}
 
 ODD: list[Any] = [
     None, True, False, 0, -1, 1, 2**31, 2**63, -(2**64), 10**40, 0.0, -0.0, 1e308, 5e-324, "", "x", "\x00", "é👋\u202e",
@@ -81,22 +104,30 @@ def encoded(rng: random.Random, body: Any) -> bytes:
     return bytes(data)
 
 
-def test_malformed_bodies(server: RunningServer, scripted: ScriptedEngine) -> None:
+def assert_shape(api: str, told: dict[str, Any]) -> None:
+    if api == "openai":
+        assert set(told["error"]) == {"message", "type", "param", "code"}
+    else:
+        assert (set(told), told["type"], set(told["error"])) == ({"type", "error"}, "error", {"type", "message"})
+
+
+@pytest.mark.parametrize("api", GOOD)
+def test_malformed_bodies(server: RunningServer, scripted: ScriptedEngine, api: str) -> None:
     scripted.script = Script(reply="ok")
     rng = random.Random(20)
     outcomes: dict[int, int] = {}
-    end = time.monotonic() + SECONDS
+    seconds, at_least = LIMITS[api]
+    end = time.monotonic() + seconds
     count = 0
     with server.client() as client:
         while count < 6000 and time.monotonic() < end:
-            body: Any = GOOD
+            body: Any = GOOD[api]
             for _ in range(rng.randint(0, 3)):
                 body = mutated(rng, body)
             # Small requests are likelier to get past the first check.
             if isinstance(body, dict) and rng.random() < 0.6:
-                kept = ("model", "messages", "prompt", "tokens")
-                body = {k: v for k, v in body.items() if k in kept or rng.random() < 0.15}
-            path = rng.choice(PATHS)
+                body = {k: v for k, v in body.items() if k in KEPT[api] or rng.random() < 0.15}
+            path = rng.choice(PATHS[api])
             headers = {
                 "content-type": rng.choice(["application/json"] * 20 + ["text/plain", "application/json;x", "é"])
             }
@@ -110,9 +141,9 @@ def test_malformed_bodies(server: RunningServer, scripted: ScriptedEngine) -> No
             told = response.json()
             if response.status_code != 200:
                 assert 400 <= response.status_code < 500, (response.status_code, body, told)
-                assert set(told["error"]) == {"message", "type", "param", "code"}
+                assert_shape(api, told)
                 assert len(response.text) < 1000
-        assert count >= 1000, f"only {count} requests in {SECONDS} s"
+        assert count >= at_least, f"only {count} requests in {seconds} s"
         assert outcomes[200] > count // 100, outcomes
         assert outcomes[400] > count // 3, outcomes
         good = client.post("/v1/completions", json={"model": "scripted", "prompt": "hi"})

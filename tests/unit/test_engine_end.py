@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import queue
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -330,3 +332,96 @@ def test_a_prompt_is_sorted_for_a_penalty_once(monkeypatch: pytest.MonkeyPatch) 
         assert longest == []
         llm.generate(tokens, replace(SHORT, n=4, repetition_penalty=1.3))
         assert sum(n >= 700 for n in longest) == 1
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+def test_a_sink_that_raises_at_any_event_hears_the_end_and_hurts_nobody(error: type[BaseException]) -> None:
+    """Also at its very last event, and whatever it raises."""
+    engine = tiny_engine(CONFIG)
+    alone = [type(e) for e in collected(submit_to(engine, "count", replace(SHORT, max_tokens=3)))]
+    for k in range(len(alone)):
+        heard: list[Any] = []
+        done = threading.Event()
+
+        def sink(event: Any, k: int = k, heard: list[Any] = heard, done: threading.Event = done) -> None:
+            heard.append(event)
+            if isinstance(event, Failed) or (isinstance(event, Finished) and k != len(heard) - 1):
+                done.set()
+            if len(heard) == k + 1:
+                raise error("planted")
+
+        engine.submit(GenerateRequest(f"bad-{k}", prompt_array(range(20)), replace(SHORT, max_tokens=3)), sink)
+        mate = collected(submit_to(engine, f"mate-{k}", replace(SHORT, max_tokens=3)))
+        assert isinstance(mate[-1], Finished)
+        assert done.wait(10), f"after raising at event {k} it hears no end: {heard}"
+        assert isinstance(heard[-1], Failed)
+    assert engine.is_healthy()
+    assert engine._n_pending == 0
+    engine.close()
+
+
+def submit_to(engine: Engine, name: str, params: SamplingParams) -> queue.SimpleQueue[Any]:
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    engine.submit(GenerateRequest(name, prompt_array(range(20)), params), events.put)
+    return events
+
+
+def collected(events: queue.SimpleQueue[Any]) -> list[Any]:
+    result = [events.get(timeout=20)]
+    while not isinstance(result[-1], Finished | Failed):
+        result.append(events.get(timeout=20))
+    return result
+
+
+def test_close_from_a_sink_ends_the_engine() -> None:
+    engine = tiny_engine(CONFIG)
+    raised: list[BaseException] = []
+
+    def sink(event: Any) -> None:
+        try:
+            engine.close()
+        except BaseException as error:
+            raised.append(error)
+            raise
+
+    engine.submit(GenerateRequest("r", prompt_array(range(20)), SHORT), sink)
+    engine._thread.join(10)
+    assert not engine._thread.is_alive()
+    assert raised == []
+    engine.close()
+    assert engine.stats().requests_running == 0
+
+
+LEAVE = """
+import sys
+from octavo import LLM, SamplingParams
+from tests.support.tiny import tiny_engine
+from octavo.config import EngineConfig
+llm = LLM.from_engine(tiny_engine(EngineConfig(page_size=16)))
+events = llm.stream(list(range(20)), SamplingParams(max_tokens=900, ignore_eos=True))
+for _ in range(4):
+    next(events)
+{leave}
+"""
+
+
+@pytest.mark.parametrize(
+    ("leave", "status"), [("", 0), ("sys.exit(3)", 3), ("raise ValueError('x')", 1), ("del llm", 0)]
+)
+def test_leaving_python_in_the_midst_of_a_step(leave: str, status: int) -> None:
+    """Nobody closed the engine; the interpreter ends as it would have."""
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVE.format(leave=leave)], cwd=root, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == status, done.stderr
+
+
+def test_more_prompts_than_the_queue_takes_and_iterators() -> None:
+    with LLM.from_engine(tiny_engine(replace(CONFIG, max_queue=1, max_num_seqs=2))) as llm:
+        many = llm.generate([[i, i + 1, i + 2] for i in range(20)], SHORT)
+        assert len(many) == 20
+        lazily = llm.generate(([i, i + 1, i + 2] for i in range(20)), SHORT)
+        assert [o.outputs[0].token_ids for o in lazily] == [o.outputs[0].token_ids for o in many]
+        one = llm.generate(iter([0, 1, 2]), SHORT)
+        assert one.outputs[0].token_ids == many[0].outputs[0].token_ids

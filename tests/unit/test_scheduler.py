@@ -10,6 +10,7 @@ from octavo.cache.classes import PageClasses
 from octavo.cache.footprint import Footprint
 from octavo.cache.format import Form
 from octavo.cache.manager import KVCache
+from octavo.cache.quotas import Quota, Quotas
 from octavo.cache.spec import CacheSpec, FullGroup
 from octavo.engine.messages import GenerateRequest, SamplingParams
 from octavo.engine.outlet import Outlet
@@ -18,6 +19,7 @@ from octavo.engine.prompt import prompt_array
 from octavo.engine.request import Request, Sequence, TokenBuffer
 from octavo.engine.sampler import Sampler
 from octavo.engine.scheduler import ScheduledSequence, Scheduler
+from octavo.errors import RequestError
 from octavo.ops.host_store import HostStore
 from tests.support.tiny import ByteTokenizer
 
@@ -36,10 +38,10 @@ class World:
         self.scheduler = Scheduler(self.cache, ("test",), max_num_seqs=64, step_tokens=step_tokens)
         self.n = 0
 
-    def add(self, prompt: list[int], max_tokens: int) -> Sequence:
+    def add(self, prompt: list[int], max_tokens: int, tenant: str = "") -> Sequence:
         self.n += 1
         params = SamplingParams(temperature=0, max_tokens=max_tokens)
-        message = GenerateRequest(str(self.n), prompt_array(prompt), params)
+        message = GenerateRequest(str(self.n), prompt_array(prompt), params, tenant=tenant)
         request = Request(message, Outlet(lambda event: None), max_tokens, frozenset())
         text = ChoiceText(ByteTokenizer(), ())
         sequence = Sequence(request, 0, TokenBuffer(message.prompt_token_ids), Sampler(params, 0, 0, ()), text)
@@ -148,3 +150,92 @@ def test_who_found_no_room_is_not_matched_again_at_every_step() -> None:
     assert matches <= 4
     while not waiting.finish_reason and waiting.n_generated == 0:
         world.step()
+
+
+def test_a_preempted_one_does_not_keep_everybody_out() -> None:
+    """Requests that name no max_tokens could take the whole context each; few do. After a preemption newcomers start
+    while most of the pool is free."""
+    world = World(100)
+    sequences = [world.add(text(9, i)[:142], 1400) for i in range(9)]
+    while not any(s.preemptions for s in sequences):
+        world.step()
+    for sequence in [s for s in sequences if s.table is not None][1:]:
+        world.scheduler.finish(sequence)
+    newcomer = world.add([1, 2, 3], 1)
+    for _ in range(20):
+        world.step()
+    assert newcomer.n_generated == 1
+    for _ in range(30_000):
+        if not world.scheduler.has_work():
+            break
+        world.step()
+    assert not world.scheduler.has_work()
+    assert max(s.preemptions for s in sequences) <= 4
+
+
+def test_last_use_is_when_a_read_ends() -> None:
+    """What was read longest ago goes first, counted from the end of the reading."""
+    world = World(40)
+    identity = world.scheduler._identity(world.add([1], 1))
+    tables = []
+    for seed in range(2):
+        tokens = np.array(text(3, seed), dtype=np.int32)
+        table = world.cache.new_table(identity)
+        world.cache.reserve(table, len(tokens))
+        world.cache.commit(table, tokens, len(tokens))
+        tables.append((table, tokens))
+    (long_read, first), (short_read, second) = tables
+    world.cache.release(short_read)
+    world.cache.release(long_read)
+    for _ in range(3):
+        world.cache.tree.evict_one()
+    assert world.cache.find_prefix(identity, first, len(first)).n_tokens == len(first)
+    assert world.cache.find_prefix(identity, second, len(second)).n_tokens == 0
+
+
+def test_a_capped_tenant_waits_for_its_own_and_keeps_nobody_else() -> None:
+    world = World(100)
+    page_bytes = world.cache.classes[0].page_bytes
+    world.cache.quotas = Quotas({"capped": Quota(cap=12 * page_bytes)})
+    first = world.add(text(5, 0), 3 * PAGE, tenant="capped")
+    world.step()
+    second = world.add(text(5, 1), 1, tenant="capped")
+    other = world.add(text(20, 2), 1, tenant="other")
+    world.step()
+    assert (first.table is not None, second.table is not None, other.n_generated) == (True, False, 1)
+    while first.table is not None:
+        world.step()
+    world.step()
+    assert second.n_generated == 1
+    assert world.cache.usage_of("capped").used <= 12 * page_bytes
+    with pytest.raises(RequestError, match="cap is"):
+        world.add(text(13, 3), 1, tenant="capped")
+
+
+def test_a_floor_is_kept_from_a_noisy_neighbour() -> None:
+    world = World(60)
+    page_bytes = world.cache.classes[0].page_bytes
+    world.cache.quotas = Quotas({"quiet": Quota(floor=20 * page_bytes)})
+    world.add([*text(20, 0), 1], 1, tenant="quiet")
+    world.step()
+    for seed in range(1, 30):
+        world.add([*text(12, seed), 1], 2, tenant="noisy")
+    for _ in range(400):
+        world.step()
+        assert world.cache.usage_of("quiet").used >= 20 * page_bytes
+    assert not world.scheduler.has_work()
+    again = world.add([*text(20, 0), 1], 1, tenant="quiet")
+    world.step()
+    assert again.request.num_cached_tokens == 20 * PAGE
+
+
+def test_at_its_cap_a_tenant_preempts_its_own() -> None:
+    world = World(100)
+    page_bytes = world.cache.classes[0].page_bytes
+    world.cache.quotas = Quotas({"capped": Quota(cap=16 * page_bytes)})
+    mine = [world.add(text(3, i), 6 * PAGE, tenant="capped") for i in range(2)]
+    other = world.add(text(3, 9), 20 * PAGE, tenant="other")
+    for _ in range(400):
+        world.step()
+    assert [s.n_generated for s in (*mine, other)] == [6 * PAGE, 6 * PAGE, 20 * PAGE]
+    assert other.preemptions == 0

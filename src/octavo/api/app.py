@@ -11,7 +11,15 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 
 from octavo._version import __version__
-from octavo.api import cache_admin, openai_chat, openai_completions, openai_models, operations, tokenization
+from octavo.api import (
+    anthropic_messages,
+    cache_admin,
+    openai_chat,
+    openai_completions,
+    openai_models,
+    operations,
+    tokenization,
+)
 from octavo.api.context import ServerContext, system_fingerprint
 from octavo.api.dashboard import routes as dashboard
 from octavo.api.dashboard.feed import CacheFeed
@@ -67,7 +75,16 @@ def create_app(engine: EngineClient, settings: ServerSettings) -> FastAPI:
         system_fingerprint=system_fingerprint(engine.info, __version__),
         created=int(time.time()),
     )
-    for module in (openai_chat, openai_completions, openai_models, tokenization, operations, cache_admin, dashboard):
+    for module in (
+        anthropic_messages,
+        openai_chat,
+        openai_completions,
+        openai_models,
+        tokenization,
+        operations,
+        cache_admin,
+        dashboard,
+    ):
         app.include_router(module.router)
     app.add_middleware(EdgeMiddleware, settings=settings)
     return app

@@ -138,8 +138,10 @@ def _validation_error(error: ErrorDetails) -> ApiError:
 
 
 def _param(location: tuple[int | str, ...]) -> str:
-    """("messages", 0, "role") -> "messages[0].role"."""
+    """("messages", 0, "role") -> "messages[0].role". A part such as "<text>" is a union's tag, not a key."""
     text = ""
     for part in location:
+        if isinstance(part, str) and part.startswith("<") and part.endswith(">"):
+            continue
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
     return text

@@ -62,20 +62,27 @@ class PromptTokensDetails(TypedDict):
 
 
 class Usage(TypedDict):
+    """OpenAI's fields, and DeepSeek's for the same numbers: hits and misses add up to prompt_tokens."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    prompt_cache_hit_tokens: int
+    prompt_cache_miss_tokens: int
 
 
 def usage_of(finished: list[Finished]) -> Usage:
     """Usage of one HTTP request, summed over its prompts. A prompt counts once, however many choices share
     it."""
     prompt = sum(f.prompt_tokens for f in finished)
+    cached = sum(f.cached_tokens for f in finished)
     completion = sum(f.completion_tokens for f in finished)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(f.cached_tokens for f in finished)},
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_cache_hit_tokens": cached,
+        "prompt_cache_miss_tokens": prompt - cached,
     }

@@ -1,4 +1,7 @@
-"""Every error that a client sees, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+"""Every error that a client sees, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
+
+Under /v1/messages the shape is Anthropic's: {"type": "error", "error": {"type", "message"}}.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import json
 import logging
 import traceback
 from collections.abc import Mapping
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -32,6 +35,30 @@ class ErrorObject(TypedDict):
 
 class ErrorBody(TypedDict):
     error: ErrorObject
+
+
+class AnthropicErrorObject(TypedDict):
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(TypedDict):
+    type: Literal["error"]
+    error: AnthropicErrorObject
+
+
+MESSAGES_PATH = "/v1/messages"
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    529: "overloaded_error",
+}
+#: Anthropic's clients know 529 where OpenAI's know 503: come back later.
+_ANTHROPIC_OVERLOADED = 529
 
 
 class ApiError(Exception):
@@ -60,6 +87,15 @@ class ApiError(Exception):
 
     def body(self) -> ErrorBody:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    @property
+    def anthropic_status(self) -> int:
+        return _ANTHROPIC_OVERLOADED if self.code in ("overloaded", "shutting_down") else self.status
+
+    def anthropic_body(self) -> AnthropicErrorBody:
+        status = self.anthropic_status
+        kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
 
 
 class ClientGone(Exception):
@@ -130,7 +166,10 @@ def encode_json(content: object) -> bytes:
     return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
-def error_response(error: ApiError) -> JsonResponse:
+def error_response(error: ApiError, path: str) -> JsonResponse:
+    """The error in the shape of the API that `path` belongs to, whether or not there is such a route."""
+    if path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/"):
+        return JsonResponse(error.anthropic_body(), status_code=error.anthropic_status, headers=error.headers)
     return JsonResponse(error.body(), status_code=error.status, headers=error.headers)
 
 
@@ -138,11 +177,15 @@ async def handle_exception(request: Request, error: Exception) -> Response:
     """The answer to whatever a route, the framework or a layer around them raises."""
     if isinstance(error, ClientGone):
         return Response(status_code=499)
+    return error_response(_told(request, error), request.scope["path"])
+
+
+def _told(request: Request, error: Exception) -> ApiError:
     if isinstance(error, HTTPException) and error.status_code == 404:
         message = f"there is no {request.method} {shorten(request.url.path)} here"
-        return error_response(ApiError(404, message, code="not_found"))
+        return ApiError(404, message, code="not_found")
     if isinstance(error, HTTPException) and error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
         message = f"{request.method} is not allowed on {shorten(request.url.path)}; use {allowed}"
-        return error_response(ApiError(405, message, code="method_not_allowed", headers=error.headers))
-    return error_response(to_api_error(error))
+        return ApiError(405, message, code="method_not_allowed", headers=error.headers)
+    return to_api_error(error)

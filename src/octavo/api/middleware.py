@@ -37,7 +37,8 @@ class EdgeMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = request_id
+                # One id under two names: OpenAI's clients read the first, Anthropic's the second.
+                headers["x-request-id"] = headers["request-id"] = request_id
                 headers["x-content-type-options"] = "nosniff"
             await send(message)
 

@@ -17,9 +17,9 @@ from octavo.api.errors import JsonResponse, invalid
 from octavo.api.generation import Answer, Choice, Generation, Idle, collect, while_connected
 from octavo.api.receipts import ReceiptJson
 from octavo.api.schemas.chat import ChatCompletionRequest, Message
-from octavo.api.streaming import DONE, EventStreamResponse, Frames, sse_comment, sse_data
+from octavo.api.streaming import DONE, Frames, sse_comment, sse_data, stream_answer
 from octavo.api.token_labels import ChatTokenLogprob, chat_logprobs
-from octavo.api.tool_calls import Call, Piece, Text, ToolCallObject, ToolCallParser
+from octavo.api.tool_calls import Call, Piece, ToolCallObject, ToolCallParser, read_pieces
 from octavo.engine.messages import Delta, Finished, GenerateRequest, PromptProgress, TokenLogprob
 from octavo.engine.prompt import prompt_array
 from octavo.text.tokenizer import Tokenizer
@@ -95,20 +95,13 @@ async def _answer(context: ServerContext, body: ChatCompletionRequest) -> Respon
         render_chat, tokenizer, body.messages, body.offered_tools, body.add_generation_prompt is not False
     )
     chat_id = f"chatcmpl-{uuid.uuid4().hex}"
-    generation = context.generations.open(
-        [GenerateRequest(chat_id, prompt_array(prompt), params, body.cache_salt or "")]
-    )
+    generation = context.generations.open([GenerateRequest(chat_id, prompt_array(prompt), params, body.cache_division)])
     writer = _ChatWriter(context, body, chat_id)
     if not body.stream:
         with generation:
             (answer,) = (await collect(generation)).values()
             return JsonResponse(writer.completion(answer))
-    try:
-        await generation.admitted(context.settings.keepalive_s)
-    except BaseException:
-        generation.close()
-        raise
-    return EventStreamResponse(writer.frames(generation), close=generation.close)
+    return await stream_answer(generation, writer.frames(generation), wait_s=context.settings.keepalive_s)
 
 
 def render_chat(
@@ -118,10 +111,20 @@ def render_chat(
     add_generation_prompt: bool,
 ) -> list[int]:
     """Messages -> prompt ids. Raises ApiError and RequestError."""
+    rendered = [message.for_template(i) for i, message in enumerate(messages)]
+    return render_messages(tokenizer, rendered, tools, add_generation_prompt)
+
+
+def render_messages(
+    tokenizer: Tokenizer,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    add_generation_prompt: bool,
+) -> list[int]:
+    """Messages as templates take them -> prompt ids. Raises ApiError and RequestError."""
     if not tokenizer.has_chat_template:
         raise invalid("this model has no chat template; use /v1/completions", param="messages", code="no_chat_template")
-    rendered = [message.for_template(i) for i, message in enumerate(messages)]
-    return tokenizer.apply_chat_template(rendered, tools=tools, add_generation_prompt=add_generation_prompt)
+    return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=add_generation_prompt)
 
 
 class _ChatWriter:
@@ -237,11 +240,8 @@ class _ChatWriter:
         }
 
     def _pieces(self, index: int, text: str, *, last: bool) -> list[Piece]:
-        """The text of a choice as content and tool calls. Without tools all of it is content."""
-        if self._parsers is None:
-            return [Text(text)] if text else []
-        parser = self._parsers[index]
-        return parser.feed(text) + (parser.finish() if last else [])
+        """The text of a choice as content and tool calls."""
+        return read_pieces(self._parsers[index] if self._parsers else None, text, last=last)
 
     def _finish_reason(self, index: int, reason: str | None) -> ChatFinishReason:
         if reason == "length":

@@ -17,7 +17,7 @@ from octavo.api.errors import JsonResponse, invalid
 from octavo.api.generation import Answer, Generation, Idle, collect, while_connected
 from octavo.api.receipts import ReceiptJson
 from octavo.api.schemas.completions import CompletionRequest, Prompt, check_token_ids
-from octavo.api.streaming import DONE, EventStreamResponse, Frames, sse_comment, sse_data
+from octavo.api.streaming import DONE, Frames, sse_comment, sse_data, stream_answer
 from octavo.api.token_labels import CompletionLogprobs, CompletionLogprobsBuilder
 from octavo.engine.messages import (
     Delta,
@@ -85,19 +85,14 @@ async def _answer(context: ServerContext, body: CompletionRequest) -> Response:
     writer = _CompletionWriter(context, body, completion_id, prompts)
     generation = context.generations.open(
         [
-            GenerateRequest(writer.request_id(i), prompt.token_ids, params, body.cache_salt or "")
+            GenerateRequest(writer.request_id(i), prompt.token_ids, params, body.cache_division)
             for i, prompt in enumerate(prompts)
         ]
     )
     if not body.stream:
         with generation:
             return JsonResponse(writer.completion(await collect(generation)))
-    try:
-        await generation.admitted(context.settings.keepalive_s)
-    except BaseException:
-        generation.close()
-        raise
-    return EventStreamResponse(writer.frames(generation), close=generation.close)
+    return await stream_answer(generation, writer.frames(generation), wait_s=context.settings.keepalive_s)
 
 
 def encode_prompts(tokenizer: Tokenizer, prompts: list[Prompt], add_special: bool) -> list[EncodedPrompt]:

@@ -106,6 +106,13 @@ class ToolCallParser:
         return len(self._held[:length].rstrip())
 
 
+def read_pieces(parser: ToolCallParser | None, text: str, *, last: bool) -> list[Piece]:
+    """The next text of an answer as text and calls. Without a parser, for no tools were offered, all of it is text."""
+    if parser is None:
+        return [Text(text)] if text else []
+    return parser.feed(text) + (parser.finish() if last else [])
+
+
 def _parse_call(text: str) -> ToolCallObject | None:
     """The call that `text` spells out, or None. Arguments are written again as JSON, so that they are always
     valid."""

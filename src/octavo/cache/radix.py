@@ -232,6 +232,8 @@ class PrefixTree:
         if node.lock_count < 1:
             raise ValueError("unlocked a node that no table holds")
         node.lock_count -= 1
+        self._clock += 1
+        node.last_used = self._clock
         self._offer(node)
 
     def touch(self, node: Node) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from octavo.cache.manager import KVCache
@@ -96,6 +99,9 @@ class Engine:
         self._stats = self._snapshot()
         self._thread = threading.Thread(target=self._main, name="octavo-engine", daemon=True)
         self._thread.start()
+        # A thread that is inside a kernel when the interpreter goes takes the process down with it.
+        self._at_exit = partial(_close_at_exit, weakref.ref(self))
+        atexit.register(self._at_exit)
 
     # ---- called from any thread -------------------------------------------------------------------------
 
@@ -150,10 +156,14 @@ class Engine:
         """Fail what is in flight, end the thread, give the arena and the weights back. Again: the same, sooner.
 
         Raises CloseTimeout when the step in progress takes longer than CLOSE_TIMEOUT_S. The engine then counts as dead,
-        and ends when the step does.
+        and ends when the step does. From a sink, so on the engine's own thread, it returns at once, and the engine ends
+        after the step.
         """
         self._closing = True
+        atexit.unregister(self._at_exit)
         self._inbox.put(_Close())
+        if threading.current_thread() is self._thread:
+            return
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             self._died = True
@@ -195,7 +205,7 @@ class Engine:
                         self._step()
                 self._answers.fail_unheard()
                 self._stats = self._snapshot()
-        except Exception:
+        except BaseException:
             self._died = True
             log.exception("the engine's thread has died")
         finally:
@@ -228,6 +238,8 @@ class Engine:
         with _logged("the arena could not be given back"):
             self._ops.forget()
             self._cache.close()
+        with _logged("the last figures could not be taken"):
+            self._stats = self._snapshot()
         # The weights are theirs. Nothing but this thread has used them.
         del self._runner, self._chooser, self._ops
 
@@ -259,6 +271,7 @@ class Engine:
             except queue.Empty:
                 return
             if isinstance(message, _Submit):
+                self._one_over()
                 error = EngineStopped("the engine has stopped")
                 message.request.sink(Failed(message.request.message.request_id, error))
             elif isinstance(message, _Call):
@@ -284,5 +297,13 @@ def _logged(what: str) -> Iterator[None]:
     """Go on after a fault."""
     try:
         yield
-    except Exception:
+    except BaseException:
         log.exception(what)
+
+
+def _close_at_exit(engine: weakref.ref[Engine]) -> None:
+    """Whoever has not closed an engine when the interpreter ends has it closed then."""
+    alive = engine()
+    if alive is not None:
+        with _logged("the engine could not be closed at exit"):
+            alive.close()

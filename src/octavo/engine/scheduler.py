@@ -27,6 +27,8 @@ from octavo.errors import CodecRangeError, OutOfPages, RequestError
 
 T = TypeVar("T")
 
+#: Room beyond its tokens that one which was preempted once waits for, for itself and for each that runs.
+PREEMPTED_PAGES = 16
 #: Steps after which one that found no room looks again though nobody has left.
 ADMISSION_RETRY_STEPS = 16
 
@@ -248,7 +250,8 @@ class Scheduler:
         """Whether starting now, with what the prefix tree gave to `table`, is likely to get somewhere.
 
         A newcomer needs room for the rest of its prompt beside a page for everyone who runs. One that was preempted
-        waits until all it can ever need is there beside all that the others can, so that it is not preempted again.
+        waits for more, at each preemption for four times as much (see `_to_grow`), so that it is not preempted often;
+        but not for all that everyone could ever need, for which everybody behind would wait too.
         """
         if not self.running:
             return True
@@ -269,10 +272,13 @@ class Scheduler:
         return not own or self._cache.within_cap(need, tenant)
 
     def _to_grow(self, sequence: Sequence, table: BlockTable, newcomer: Sequence) -> Counter[int]:
-        """Pages that a sequence is to have room for before the newcomer may start."""
-        preempted = newcomer.preemptions > 0
-        total = sequence.max_total_tokens() if preempted else len(sequence.tokens) + self._cache.page_size
-        return self._cache.more_pages(table, total)
+        """Pages that a sequence is to have room for before the newcomer may start: its tokens' and one more, or
+        PREEMPTED_PAGES more for a newcomer that was preempted once, four times those if twice ..., but no more than the
+        sequence can ever need."""
+        n = newcomer.preemptions
+        pages = PREEMPTED_PAGES * 4 ** (n - 1) if n else 1
+        total = min(len(sequence.tokens) + pages * self._cache.page_size, max(sequence.max_total_tokens(), 1))
+        return self._cache.more_pages(table, total if n else len(sequence.tokens) + self._cache.page_size)
 
     def _is_being_computed(self, sequence: Sequence) -> bool:
         """Whether a running sequence is computing pages of this one's prompt that nobody has published yet.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
@@ -16,7 +17,7 @@ MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIAS = 1024
 MAX_TOKENS = 1 << 31
 
-CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+CacheKey = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,9 @@ REFUSED_EVERYWHERE: Mapping[str, Refused] = {
     "skip_special_tokens": Refused((True,), "control tokens are never part of the output"),
     "truncate_prompt_tokens": Refused((), "prompts are never cut; shorten it before sending"),
     "prompt_logprobs": Refused((), "use echo and logprobs of /v1/completions"),
+    "prompt_cache_retention": Refused(
+        ("in_memory", "in-memory"), "pages are kept in memory only; send 'in_memory' or leave it out"
+    ),
 }
 
 
@@ -77,6 +81,16 @@ class StreamOptions(RequestModel):
     include_progress: bool | None = None
 
 
+def cache_division(cache_salt: str | None, prompt_cache_key: str | None = None) -> str:
+    """The engine's salt for what a client set: equal only where both fields are, and "" where none is.
+
+    JSON, because joined strings collide: "ab" + "c" is "a" + "bc".
+    """
+    if cache_salt is None and prompt_cache_key is None:
+        return ""
+    return json.dumps([cache_salt, prompt_cache_key])
+
+
 class SamplingFields(RequestModel):
     """Fields of both completion endpoints. None means the default, as an absent field does."""
 
@@ -96,7 +110,8 @@ class SamplingFields(RequestModel):
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    cache_salt: CacheSalt | None = None
+    cache_salt: CacheKey | None = None
+    prompt_cache_key: CacheKey | None = None
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -117,6 +132,10 @@ class SamplingFields(RequestModel):
         """Raises ApiError where stream_options come without stream."""
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options is only allowed with stream: true", param="stream_options")
+
+    @property
+    def cache_division(self) -> str:
+        return cache_division(self.cache_salt, self.prompt_cache_key)
 
     @property
     def include_usage(self) -> bool:
