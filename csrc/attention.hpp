@@ -154,7 +154,10 @@ class Step {
 
   // attention_step.cpp
   void add_list(const BatchView& batch, size_t segment, size_t list, size_t first_page, size_t n_pages);
+  void check_rows(const BatchView& batch, size_t s) const;
   void add_segment(const BatchView& batch, size_t s);
+  /// No byte is written by two segments, or written and read.
+  void check_written();
   // attention.cpp
   float* saved_tokens(const OwnPage& own, size_t layer) const {
     return saved_.data() + layer * saved_floats_ + own.saved;
@@ -202,6 +205,13 @@ class Step {
   size_t saved_floats_ = 0;              // of one layer
   mutable std::vector<float> saved_;
   mutable std::vector<uint8_t> layer_saved_;
+  /// Bytes that a segment writes: its open page, or a page that it completes.
+  struct Written {
+    int64_t begin, end;
+    size_t segment;
+    bool is_open;
+  };
+  std::vector<Written> written_;         // while the batch is checked
   std::vector<OwnPage> tails_;           // while segments are added
   std::vector<Tile> tiles_;
   struct Shared {

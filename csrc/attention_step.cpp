@@ -65,6 +65,7 @@ void Step::assign(const BatchView& batch, const RopeTable& rope, int threads) {
   entries_.clear();
   own_.clear();
   tails_.clear();
+  written_.clear();
   sealing_.clear();
   tiles_.clear();
   tasks_.clear();
@@ -74,13 +75,16 @@ void Step::assign(const BatchView& batch, const RopeTable& rope, int threads) {
     refuse("rotary dimension must be even, at most head_dim");
   if (reinterpret_cast<uintptr_t>(batch.memory) % alignof(float) != 0) refuse("memory must be aligned to 4 bytes");
 
-  position_.resize(batch.n_rows);
   if (batch.row_start[0] != 0 || batch.first_list[0] != 0 || batch.entry_start[0] != 0)
     refuse("row_start, first_list and entry_start must begin with 0");
+  // Before anything is as large as the numbers say.
+  for (size_t s = 0; s < batch.n_segments; ++s) check_rows(batch, s);
+  position_.resize(batch.n_rows);
   for (size_t s = 0; s < batch.n_segments; ++s) add_segment(batch, s);
   if (static_cast<size_t>(batch.row_start[batch.n_segments]) != batch.n_rows || lists_.size() != batch.n_lists ||
       entries_.size() != batch.n_entries)
     refuse("row_start, first_list and entry_start must end with the numbers of rows, lists and entries");
+  check_written();
   n_direct_ = own_.size();
   own_.insert(own_.end(), tails_.begin(), tails_.end());
 
@@ -98,8 +102,7 @@ void Step::assign(const BatchView& batch, const RopeTable& rope, int threads) {
   cut_tasks(threads);
 }
 
-void Step::add_segment(const BatchView& batch, size_t s) {
-  const size_t page_size = cache_->shape.plane.page_size, heads = cache_->shape.plane.n_heads;
+void Step::check_rows(const BatchView& batch, size_t s) const {
   const auto where = [&] { return "segment " + text(s) + ": "; };
   const int64_t begin = batch.row_start[s], end = batch.row_start[s + 1], first = batch.position[s];
   if (begin >= end || end > static_cast<int64_t>(batch.n_rows))
@@ -107,11 +110,39 @@ void Step::add_segment(const BatchView& batch, size_t s) {
   if (first < 0 || static_cast<size_t>(first + end - begin) > rope_.n_positions)
     refuse(where() + "positions " + text(first) + " to " + text(first + end - begin - 1) + " are outside 0 to " +
            text(static_cast<int64_t>(rope_.n_positions) - 1));
-  const size_t start = static_cast<size_t>(first), stop = start + static_cast<size_t>(end - begin);
+}
+
+void Step::check_written() {
+  std::sort(written_.begin(), written_.end(), [](const Written& a, const Written& b) {
+    return a.begin != b.begin ? a.begin < b.begin : a.segment < b.segment;
+  });
+  for (size_t i = 1; i < written_.size(); ++i) {
+    const Written &a = written_[i - 1], &b = written_[i];
+    // The lists of one segment may name one page that is completed for several heads.
+    if (b.begin < a.end && (a.segment != b.segment || a.begin != b.begin || a.is_open || b.is_open))
+      refuse("segments " + text(a.segment) + " and " + text(b.segment) + " would both write at byte " + text(b.begin));
+  }
+  for (const List& list : lists_)
+    for (size_t e = list.first; e < list.first + list.before; ++e) {
+      const int64_t begin = entries_[e].offset;
+      const int64_t end = begin + static_cast<int64_t>(cache_->formats[entries_[e].format].page_bytes);
+      const auto after = std::lower_bound(written_.begin(), written_.end(), end,
+                                          [](const Written& w, int64_t at) { return w.begin < at; });
+      if (after != written_.begin() && (after - 1)->end > begin)
+        refuse("the page at byte " + text(begin) + " is read, and written by segment " + text((after - 1)->segment));
+    }
+}
+
+void Step::add_segment(const BatchView& batch, size_t s) {
+  const size_t page_size = cache_->shape.plane.page_size, heads = cache_->shape.plane.n_heads;
+  const auto where = [&] { return "segment " + text(s) + ": "; };
+  const int64_t begin = batch.row_start[s], end = batch.row_start[s + 1];
+  const size_t start = static_cast<size_t>(batch.position[s]), stop = start + static_cast<size_t>(end - begin);
   const bool needs_open = start % page_size != 0 || stop % page_size != 0;
   const int64_t open = batch.open_offset[s];
-  if ((needs_open || open >= 0) && !fits(batch, open, cache_->open.page_bytes))
+  if ((needs_open || open != -1) && !fits(batch, open, cache_->open.page_bytes))
     refuse(where() + "open_offset = " + text(open) + " is no multiple of 64 with a whole open page inside the arena");
+  if (open >= 0) written_.push_back({open, open + static_cast<int64_t>(cache_->open.page_bytes), s, true});
 
   const size_t first_page = start / page_size, last_page = (stop - 1) / page_size;
   const int64_t lists = int64_t{batch.first_list[s + 1]} - batch.first_list[s];
@@ -185,6 +216,9 @@ void Step::add_list(const BatchView& batch, size_t segment, size_t list, size_t 
       if (position != page || tokens != page_size)
         refuse(entry() + " has " + text(tokens) + " tokens from position " + text(position) + " on, in place of the " +
                text(page_size) + " from position " + text(page) + " on: a page that is completed");
+      const int64_t offset = batch.page_offset[e];
+      written_.push_back(
+          {offset, offset + static_cast<int64_t>(cache_->formats[format].page_bytes), segment, false});
     }
     const int64_t its_span = position / (page_size * static_cast<int64_t>(split_pages));
     if (its_span != span || in_split == split_pages) {

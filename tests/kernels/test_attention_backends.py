@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from octavo.cache.format import Form, PageFormat, build_format
 from octavo.cache.spec import CacheSpec, FullGroup
 from octavo.errors import CodecRangeError
 from octavo.models.spec import ModelSpec
-from octavo.ops.base import Batch, Ops
+from octavo.ops.base import Batch, GroupEntries, Ops
 from octavo.ops.cpu import CpuOps
 from octavo.ops.host_store import HostStore
 from octavo.ops.reference import ReferenceOps
@@ -215,3 +216,95 @@ def test_errors_name_the_model_s_layer() -> None:
         hidden[layer, 5] = np.nan
         with pytest.raises(CodecRangeError, match=f"layer {layer}, token 5"):
             model.run(hidden, model.sequence(hidden), [20])
+
+
+def _negative_offset(rows: dict[str, Any], group: dict[str, Any]) -> None:
+    group["page_offset"][0] = -64
+
+
+def _past_the_arena(rows: dict[str, Any], group: dict[str, Any]) -> None:
+    group["page_offset"][0] = 1 << 40
+
+
+def _entries_that_overlap(rows: dict[str, Any], group: dict[str, Any]) -> None:
+    group["position"][1] = 8
+
+
+def _no_tokens(rows: dict[str, Any], group: dict[str, Any]) -> None:
+    group["n_tokens"][0] = 0
+
+
+def _past_its_own_page(rows: dict[str, Any], group: dict[str, Any]) -> None:
+    group["position"][1] = 24
+
+
+def _unknown_format(rows: dict[str, Any], group: dict[str, Any]) -> None:
+    group["page_format"][0] = 9
+
+
+def _no_open_page(rows: dict[str, Any], group: dict[str, Any]) -> None:
+    group["open_offset"][0] = -64
+
+
+def _open_page_where_none_is_needed(rows: dict[str, Any], group: dict[str, Any]) -> None:
+    group["open_offset"][1] = -999
+
+
+def _a_page_sealed_twice(rows: dict[str, Any], group: dict[str, Any]) -> None:
+    group["page_offset"][-1] = group["page_offset"][2]
+
+
+def _an_open_page_shared(rows: dict[str, Any], group: dict[str, Any]) -> None:
+    group["open_offset"][1] = group["open_offset"][0]
+
+
+def _an_open_page_that_is_sealed(rows: dict[str, Any], group: dict[str, Any]) -> None:
+    group["open_offset"][0] = group["page_offset"][2]
+
+
+def _a_page_read_and_sealed(rows: dict[str, Any], group: dict[str, Any]) -> None:
+    group["page_offset"][0] = group["page_offset"][-1]
+
+
+def _half_a_page_on_another(rows: dict[str, Any], group: dict[str, Any]) -> None:
+    group["page_offset"][-1] = group["page_offset"][2] + 64
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        _negative_offset, _past_the_arena, _entries_that_overlap, _no_tokens, _past_its_own_page, _unknown_format,
+        _no_open_page, _open_page_where_none_is_needed, _a_page_sealed_twice, _an_open_page_shared,
+        _an_open_page_that_is_sealed, _a_page_read_and_sealed, _half_a_page_on_another,
+    ],
+)  # fmt: skip
+def test_a_batch_that_breaks_a_rule_is_refused(
+    ops: Ops, fault: Callable[[dict[str, Any], dict[str, Any]], None]
+) -> None:
+    """Two sequences of two pages; one goes on by 20 tokens, the other, from a page's edge, by a page."""
+    model = Model(ops, spec_of(Shape(16, 2, 2, 32)), [("int8", "int8")])
+    (world,) = model.worlds
+    hidden = random_hidden(1, 60)
+    first, second = model.sequence(hidden), model.sequence(hidden)
+    model.run(hidden, first, [32])
+    model.run(hidden, second, [32])
+    batch = world.batch([(first[0], 20), (second[0], 16)])
+    (entries,) = batch.groups
+    rows = {name: getattr(batch, name).copy() for name in ("tokens", "row_start", "position")}
+    group = {f.name: getattr(entries, f.name).copy() for f in fields(entries)}
+    before = model.memory.copy()
+    fault(rows, group)
+    with pytest.raises(ValueError, match=r"segment|page at byte"):
+        ops.attention_block(
+            model.blocks[0], random_hidden(1, 36)[0], Batch(model.store, **rows, groups=(GroupEntries(**group),))
+        )
+    assert np.array_equal(model.memory, before), "and nothing was written"
+
+
+def test_a_batch_of_absurd_size_is_refused_before_it_is_believed(ops: Ops) -> None:
+    model = Model(ops, spec_of(Shape(16, 2, 2, 32)), [("int8", "int8")])
+    hidden = random_hidden(1, 40)
+    batch = model.worlds[0].batch([(model.sequence(hidden)[0], 20)])
+    absurd = replace(batch, row_start=np.array([0, 2**31 - 1], dtype=np.int32))
+    with pytest.raises(ValueError, match=r"segment 0|hidden|rows"):
+        ops.attention_block(model.blocks[0], random_hidden(1, 20)[0], absurd)

@@ -52,6 +52,9 @@ class GroupEntries:
     - Every other entry lies wholly before the segment's first own page (the page of its first row): position +
       n_tokens <= that page's start.
 
+    - No byte is written twice, or both written and read: pages that a step completes and open pages are one segment's
+      alone (whose lists may name one page that is completed for several heads).
+
     A query in own page p reads the entries with position < p * page_size, then its own page exactly.
 
     Attributes:

@@ -137,7 +137,13 @@ class CpuAttention:
 
     def _assign(self, batch: Batch) -> None:
         """Turn the batch into the steps that all layers run."""
-        self._grow_tables(int((batch.position + batch.row_start[1:] - batch.row_start[:-1]).max()))
+        if batch.row_start[-1] != len(batch.tokens):
+            raise ValueError(f"row_start ends with {batch.row_start[-1]}, but the batch has {len(batch.tokens)} rows")
+        assert self._spec is not None
+        end, limit = int((batch.position + batch.row_start[1:] - batch.row_start[:-1]).max()), self._spec.context_length
+        if end > limit:
+            raise ValueError(f"a segment ends at position {end - 1}; the model's last is {limit - 1}")
+        self._grow_tables(end)
         self._batch = None
         for group, entries in zip(self._groups, batch.groups, strict=True):
             group.step.assign(

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor as T
 
 from octavo.cache.format import PageFormat, PlacedPlane, open_format
+from octavo.cache.spec import CacheGroup
 from octavo.codecs.base import Role
 from octavo.errors import CodecRangeError
 from octavo.models.loading.dequant import dequantize
@@ -23,6 +24,7 @@ from octavo.models.rope import rope_tables
 from octavo.models.spec import AttentionWeights, MlpWeights, ModelSpec, Tensor
 from octavo.ops.base import Batch, Sampling
 from octavo.ops.host_store import HostStore, host_memory
+from octavo.ops.lists import check_batch
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
@@ -91,6 +93,7 @@ class ReferenceOps:
 
     def __init__(self) -> None:
         self._formats: dict[int, list[PageFormat]] = {}  # by cache group
+        self._groups: tuple[CacheGroup, ...] = ()
         self._batch: Batch | None = None
         #: What this step has written over in open pages: a step that fails leaves them as they were.
         self._overwritten: list[tuple[int, U8]] = []
@@ -105,6 +108,7 @@ class ReferenceOps:
             cos, sin = rope_tables(spec.rope, spec.context_length)
             self._rope[key] = (torch.from_numpy(cos), torch.from_numpy(sin))
         cos_t, sin_t = self._rope[key]
+        self._groups = spec.cache_spec().groups
         group, index = spec.cache_spec().group_of(layer)
         opened = open_format(spec.cache_spec().groups[group], page_size)
         norm = _vector(weights.norm)
@@ -141,6 +145,10 @@ class ReferenceOps:
 
     def attention_block(self, block: _Attention, hidden: F32, batch: Batch) -> None:
         if batch is not self._batch:
+            for i, group in enumerate(self._groups):
+                opened = open_format(group, block.page_size)
+                n_lists = len(group.layers) * block.spec.n_kv_heads
+                check_batch(batch, batch.groups[i], self._formats[i], opened, n_lists)
             self._batch, self._overwritten = batch, []
         try:
             for s in range(len(batch.position)):
