@@ -134,7 +134,7 @@ class ScriptedEngine:
         self.requests: list[GenerateRequest] = []
         self.cancelled: list[str] = []
         self._running: dict[str, threading.Event] = {}
-        self._pages: set[tuple[str, bytes]] = set()
+        self._pages: set[tuple[str, str, bytes]] = set()
         self._changed = threading.Condition()
         self._dead = False
         self._hits = self._queries = self._prompt = self._generated = 0
@@ -280,7 +280,7 @@ class ScriptedEngine:
         cached = 0
         if self.info.prefix_cache and request.params.prompt_logprobs is None:
             for end in range(PAGE_SIZE, len(prompt), PAGE_SIZE):
-                if (request.cache_salt, prompt[:end].tobytes()) not in self._pages:
+                if (request.tenant, request.cache_salt, prompt[:end].tobytes()) not in self._pages:
                     break
                 cached = end
         self._hits += cached
@@ -289,7 +289,7 @@ class ScriptedEngine:
     def _publish(self, request: GenerateRequest) -> None:
         prompt = request.prompt_token_ids
         for end in range(PAGE_SIZE, len(prompt) + 1, PAGE_SIZE):
-            self._pages.add((request.cache_salt, prompt[:end].tobytes()))
+            self._pages.add((request.tenant, request.cache_salt, prompt[:end].tobytes()))
 
 
 class _ChoiceScript:

@@ -11,8 +11,9 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 
 from octavo._version import __version__
-from octavo.api import openai_chat, openai_completions, openai_models, operations, tokenization
+from octavo.api import cache_policy, openai_chat, openai_completions, openai_models, operations, tokenization
 from octavo.api.context import ServerContext, system_fingerprint
+from octavo.api.contract import Contract
 from octavo.api.dashboard import routes as dashboard
 from octavo.api.dashboard.feed import CacheFeed
 from octavo.api.errors import handle_exception
@@ -24,7 +25,11 @@ from octavo.engine.client import EngineClient
 
 
 def create_app(engine: EngineClient, settings: ServerSettings) -> FastAPI:
-    """The ASGI application. It uses the engine but does not own it: whoever built the engine closes it."""
+    """The ASGI application. It uses the engine but does not own it: whoever built the engine closes it.
+
+    Raises ConfigError when the settings name a policy file that is not valid for this engine.
+    """
+    contract = Contract(settings, engine.info)
     model_names = settings.served_model_names or (engine.info.model_name,)
     metrics = Metrics(engine, model_names[0])
     generations = Generations(engine, metrics)
@@ -52,6 +57,7 @@ def create_app(engine: EngineClient, settings: ServerSettings) -> FastAPI:
     app.state.context = ServerContext(
         engine=engine,
         settings=settings,
+        contract=contract,
         model_names=model_names,
         metrics=metrics,
         generations=generations,
@@ -65,7 +71,7 @@ def create_app(engine: EngineClient, settings: ServerSettings) -> FastAPI:
         system_fingerprint=system_fingerprint(engine.info, __version__),
         created=int(time.time()),
     )
-    for module in (openai_chat, openai_completions, openai_models, tokenization, operations, dashboard):
+    for module in (openai_chat, openai_completions, openai_models, tokenization, operations, cache_policy, dashboard):
         app.include_router(module.router)
-    app.add_middleware(EdgeMiddleware, settings=settings)
+    app.add_middleware(EdgeMiddleware, settings=settings, contract=contract)
     return app

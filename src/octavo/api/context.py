@@ -9,6 +9,7 @@ from typing import TypedDict
 from starlette.requests import Request
 
 from octavo.api.body import Model, read_body
+from octavo.api.contract import Contract
 from octavo.api.dashboard.feed import CacheFeed
 from octavo.api.errors import model_not_found
 from octavo.api.generation import Generations
@@ -22,6 +23,7 @@ from octavo.engine.messages import Finished
 class ServerContext:
     engine: EngineClient
     settings: ServerSettings
+    contract: Contract
     model_names: tuple[str, ...]
     metrics: Metrics
     generations: Generations

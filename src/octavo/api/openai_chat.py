@@ -12,6 +12,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.api.auth import Caller, caller_of
 from octavo.api.context import ServerContext, Usage, context_of, usage_of
 from octavo.api.errors import JsonResponse, invalid
 from octavo.api.generation import Answer, Choice, Generation, Idle, collect, while_connected
@@ -80,10 +81,10 @@ async def create_chat_completion(request: Request) -> Response:
     body = await context.read(request, ChatCompletionRequest)
     context.check_model(body.model)
     body.check()
-    return await while_connected(request.receive, _answer(context, body))
+    return await while_connected(request.receive, _answer(context, caller_of(request), body))
 
 
-async def _answer(context: ServerContext, body: ChatCompletionRequest) -> Response:
+async def _answer(context: ServerContext, caller: Caller, body: ChatCompletionRequest) -> Response:
     tokenizer = context.engine.tokenizer
     params = body.sampling_params(
         vocab_size=tokenizer.vocab_size, max_tokens=body.token_limit, logprobs=body.wanted_logprobs
@@ -93,7 +94,7 @@ async def _answer(context: ServerContext, body: ChatCompletionRequest) -> Respon
     )
     chat_id = f"chatcmpl-{uuid.uuid4().hex}"
     generation = context.generations.open(
-        [GenerateRequest(chat_id, prompt_array(prompt), params, body.cache_salt or "")]
+        [GenerateRequest(chat_id, prompt_array(prompt), params, body.cache_salt or "", caller.tenant)]
     )
     writer = _ChatWriter(context, body, chat_id)
     if not body.stream:

@@ -12,6 +12,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.api.auth import Caller, caller_of
 from octavo.api.context import ServerContext, Usage, context_of, usage_of
 from octavo.api.errors import JsonResponse, invalid
 from octavo.api.generation import Answer, Generation, Idle, collect, while_connected
@@ -67,10 +68,10 @@ async def create_completion(request: Request) -> Response:
     body = await context.read(request, CompletionRequest)
     context.check_model(body.model)
     body.check()
-    return await while_connected(request.receive, _answer(context, body))
+    return await while_connected(request.receive, _answer(context, caller_of(request), body))
 
 
-async def _answer(context: ServerContext, body: CompletionRequest) -> Response:
+async def _answer(context: ServerContext, caller: Caller, body: CompletionRequest) -> Response:
     tokenizer = context.engine.tokenizer
     params = body.sampling_params(
         vocab_size=tokenizer.vocab_size,
@@ -83,7 +84,7 @@ async def _answer(context: ServerContext, body: CompletionRequest) -> Response:
     writer = _CompletionWriter(context, body, completion_id, prompts)
     generation = context.generations.open(
         [
-            GenerateRequest(writer.request_id(i), prompt.token_ids, params, body.cache_salt or "")
+            GenerateRequest(writer.request_id(i), prompt.token_ids, params, body.cache_salt or "", caller.tenant)
             for i, prompt in enumerate(prompts)
         ]
     )
