@@ -6,12 +6,14 @@ import json
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from playwright.sync_api import expect
 
 from octavo.api.auth import ApiKeys
 from octavo.errors import OverloadedError
+from tests.server.policies import ACME, policy_server
 from tests.server.running import RunningServer, running_server
 from tests.server.scripted import Script, ScriptedEngine
 
@@ -172,6 +174,22 @@ def test_key_is_asked_for(engine: ScriptedEngine, visit: Open) -> None:
         seen.send("hi")
         assert seen.answered() == engine.script.reply
         assert "right-key" not in page.content()
+
+
+def test_a_tenants_key_chats_without_the_view(engine: ScriptedEngine, visit: Open, tmp_path: Path) -> None:
+    with policy_server(engine, tmp_path / "policy.toml") as server:
+        seen = visit(server, wait=False)
+        page = seen.page
+        page.wait_for_selector("#key-dialog[open]")
+        page.fill("#key", ACME)
+        page.press("#key", "Enter")
+        expect(page.locator("#model")).to_have_text("scripted")
+        expect(page.locator("#map-detail")).to_contain_text("for admin keys")
+        expect(page.locator("#banner")).to_be_hidden()
+        seen.send("hi")
+        assert seen.answered() == engine.script.reply
+        assert engine.requests[-1].tenant == "acme"
+        expect(page.locator("#last-computed")).not_to_have_text("–")
 
 
 def test_server_restart(engine: ScriptedEngine, visit: Open) -> None:

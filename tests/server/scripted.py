@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from octavo.cache.policy import Policy
 from octavo.cache.receipt import Holdings, Receipt
 from octavo.engine.client import (
     CacheReport,
@@ -142,7 +143,7 @@ class ScriptedEngine:
         self.requests: list[GenerateRequest] = []
         self.cancelled: list[str] = []
         self._running: dict[str, threading.Event] = {}
-        self._pages: set[tuple[str, bytes]] = set()
+        self._pages: set[tuple[str, str, bytes]] = set()
         self._changed = threading.Condition()
         self._dead = False
         self._hits = self._queries = self._prompt = self._generated = 0
@@ -211,6 +212,9 @@ class ScriptedEngine:
             frames.append(FrameMap(0, slots) if slots != "ffff" else FrameMap(None, ""))
         opened = "".join("o" if i < running else "f" for i in range(4))
         return [*frames, FrameMap(1, opened) if running else FrameMap(None, "")]
+
+    def apply_policy(self, policy: Policy) -> None:
+        self.policy = policy
 
     def erase(self, tenant: str, salt: str | None = None) -> ErasureReport:
         gone = [key for key in self._pages if salt in (None, key[0])]
@@ -312,7 +316,7 @@ class ScriptedEngine:
         cached = 0
         if self.info.prefix_cache and request.params.prompt_logprobs is None:
             for end in range(PAGE_SIZE, len(prompt), PAGE_SIZE):
-                if (request.cache_salt, prompt[:end].tobytes()) not in self._pages:
+                if (request.tenant, request.cache_salt, prompt[:end].tobytes()) not in self._pages:
                     break
                 cached = end
         self._hits += cached
@@ -321,7 +325,7 @@ class ScriptedEngine:
     def _publish(self, request: GenerateRequest) -> None:
         prompt = request.prompt_token_ids
         for end in range(PAGE_SIZE, len(prompt) + 1, PAGE_SIZE):
-            self._pages.add((request.cache_salt, prompt[:end].tobytes()))
+            self._pages.add((request.tenant, request.cache_salt, prompt[:end].tobytes()))
 
 
 class _ChoiceScript:

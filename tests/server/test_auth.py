@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from octavo.api.auth import ApiKeys
+from octavo.api.auth import ApiKeys, KeyRing
 from octavo.errors import ConfigError
 
 from .conftest import SETTINGS, openai_client
@@ -88,10 +88,14 @@ def test_key_file(tmp_path: Path) -> None:
     path.write_text("# production\n\n  first-key-123  \nsecond-key-456\n")
     keys = ApiKeys.from_file(path)
     assert keys
-    assert all(keys.accepts(key) for key in KEYS)
-    assert not any(keys.accepts(key) for key in ("", "# production", " first-key-123", "third-key-789", "\ud800"))
+    ring = KeyRing(keys, None)
+    assert ring
+    assert all(ring.find(key) for key in KEYS)
+    assert not any(ring.find(key) for key in ("", "# production", " first-key-123", "third-key-789", "\ud800"))
     assert not ApiKeys()
+    assert not KeyRing(ApiKeys(), None)
     assert "first-key" not in repr(vars(keys))
+    assert repr(keys) == "<2 API keys>"
 
 
 @pytest.mark.parametrize(

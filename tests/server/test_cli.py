@@ -9,12 +9,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
+
+from .policies import digest
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,12 +91,94 @@ def test_open_address_without_keys_warns() -> None:
         (("--port", "70000"), "--port"),
         (("--backend", "gpu"), "gpu"),
         (("--max-body", "10"), "1024"),
+        (("--policy", "/no/such/file"), "cannot read the policy file /no/such/file"),
     ],
 )
 def test_errors_are_one_line(arguments: tuple[str, ...], told: str) -> None:
     printed = fails(*arguments)
     assert told in printed
     assert "Traceback" not in printed
+
+
+POLICY = f"""
+[policy]
+codec = "f16"
+[tenants.acme]
+keys = ["{digest("acme-key-123")}"]
+"""
+
+
+def asked(url: str, key: str) -> httpx.Response:
+    return httpx.get(url + "/v1/cache/policy", headers={"x-api-key": key})
+
+
+def test_policy_and_its_replacement(tmp_path: Path) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_text(POLICY)
+    with serving("--host", "0.0.0.0", OCTAVO_POLICY=str(path)) as (process, url, printed):
+        assert "(f16, " in printed
+        assert "warning" not in printed
+        assert asked(url, "acme-key-123").json()["policy"]["key_codec"] == "f16"
+        assert asked(url, "other-key-456").status_code == 401
+        path.write_text(POLICY + f'[tenants.other]\nkeys = ["{digest("other-key-456")}"]')
+        process.send_signal(signal.SIGHUP)
+        wait_for(lambda: asked(url, "other-key-456").status_code == 200)
+        # A file that says nothing sensible is logged with its line, and the server goes on.
+        path.write_text(POLICY + "[tenants.other]\nkeys = []\nspeed = 9")
+        process.send_signal(signal.SIGHUP)
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "stays as it was" in line:
+                break
+        assert f"{path}, line 8: there is no key 'speed' in [tenants.other]" in line
+        assert asked(url, "other-key-456").json()["tenants"] == {"other": dict.fromkeys(NO_LIMITS)}
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+
+
+NO_LIMITS = ("floor", "cap", "session_cap", "rate")
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "nothing changed within 10 s"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "told"),
+    [
+        ("[policy]\ncodec = 4", (), "line 2: codec is a string, got 4"),
+        (POLICY, ("--kv-codec", "int4"), "line 3: 'f16', but the server runs with 'int4' as its key_codec"),
+        (POLICY, ("--v-codec", "int8"), "line 3: 'f16', but the server runs with 'int8' as its value_codec"),
+        ('[pruning]\nmethod = "h2o"', (), "line 2: method in [pruning] cannot be kept"),
+    ],
+)
+def test_bad_policies_are_one_line(tmp_path: Path, text: str, arguments: tuple[str, ...], told: str) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_text(text)
+    printed = fails("--policy", str(path), *arguments)
+    assert f"{path}, {told}" in printed
+    assert "Traceback" not in printed
+    assert "loading" not in printed
+
+
+def test_flags_and_policy_may_agree(tmp_path: Path) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_text(POLICY)
+    with serving("--policy", str(path), "--kv-codec", "f16") as (_, _, printed):
+        assert "(f16, " in printed
+    path.write_text(POLICY.replace("codec", "key_codec"))
+    with serving("--policy", str(path), "--v-codec", "int4") as (_, _, printed):
+        assert "f16 keys, int4 values" in printed
+
+
+def test_sighup_without_a_policy_ends_the_process() -> None:
+    """As of any process that does not say otherwise: a closed terminal does not leave a server behind."""
+    with serving() as (process, _, _):
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(10) == -signal.SIGHUP
 
 
 def test_taken_port() -> None:
@@ -133,6 +217,6 @@ def test_help_names_every_option() -> None:
     text = re.sub(r"[\s│]+", "", done.stdout)
     for name in ("host", "port", "threads", "kv-memory", "kv-codec", "k-codec", "v-codec", "page-size", "max-model-len",
                  "max-num-seqs", "step-tokens", "api-key-file", "served-model-name", "no-prefix-cache", "backend",
-                 "isa", "open", "profile"):  # fmt: skip
+                 "isa", "open", "profile", "policy"):  # fmt: skip
         assert "--" + name in text
         assert "OCTAVO_" + name.upper().replace("-", "_") in text

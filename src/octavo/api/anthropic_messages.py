@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.api.anthropic_prompt import build_prompt
+from octavo.api.auth import Caller, caller_of
 from octavo.api.cache_control import CacheControl, MessagesUsage, messages_usage, pin_prefixes
 from octavo.api.context import ServerContext, context_of
 from octavo.api.errors import JsonResponse
@@ -49,7 +50,7 @@ async def create_message(request: Request) -> Response:
     body = await context.read(request, MessagesRequest)
     context.check_model(body.model)
     body.check()
-    return await while_connected(request.receive, _answer(context, body))
+    return await while_connected(request.receive, _answer(context, caller_of(request), body))
 
 
 @router.post("/v1/messages/count_tokens")
@@ -62,11 +63,11 @@ async def count_tokens(request: Request) -> Response:
     return JsonResponse({"input_tokens": len(prompt.token_ids)})
 
 
-async def _answer(context: ServerContext, body: MessagesRequest) -> Response:
+async def _answer(context: ServerContext, caller: Caller, body: MessagesRequest) -> Response:
     params = body.sampling_params()
     prompt = await asyncio.to_thread(build_prompt, context.engine.tokenizer, body)
     message_id = f"msg_{uuid.uuid4().hex}"
-    request = GenerateRequest(message_id, prompt_array(prompt.token_ids), params, body.cache_division)
+    request = GenerateRequest(message_id, prompt_array(prompt.token_ids), params, body.cache_division, caller.tenant)
     generation = context.generations.open([request])
     writer = _MessageWriter(context, body, request, prompt.control)
     if not body.stream:
@@ -112,7 +113,7 @@ class _MessageWriter:
             "content": content,
             "stop_reason": self._stop_reason(choice.finish_reason, choice.stop_reason),
             "stop_sequence": _stop_sequence(choice.stop_reason),
-            "cache": self._context.issue_receipt(self._request.request_id, [finished]),
+            "cache": self._context.issue_receipt(self._request.tenant, self._request.request_id, [finished]),
         }
 
     async def frames(self, generation: Generation) -> Frames:
@@ -148,7 +149,7 @@ class _MessageWriter:
                     "stop_sequence": _stop_sequence(last.stop_reason),
                 },
                 "usage": self._usage(finished.prompt_tokens, finished.cached_tokens, finished.completion_tokens),
-                "cache": self._context.issue_receipt(self._request.request_id, [finished]),
+                "cache": self._context.issue_receipt(self._request.tenant, self._request.request_id, [finished]),
             }
         )
         yield sse_event({"type": "message_stop"})

@@ -14,6 +14,7 @@ from octavo._version import __version__
 from octavo.api import (
     anthropic_messages,
     cache_admin,
+    cache_policy,
     openai_chat,
     openai_completions,
     openai_models,
@@ -21,6 +22,7 @@ from octavo.api import (
     tokenization,
 )
 from octavo.api.context import ServerContext, system_fingerprint
+from octavo.api.contract import Contract
 from octavo.api.dashboard import routes as dashboard
 from octavo.api.dashboard.feed import CacheFeed
 from octavo.api.errors import handle_exception
@@ -33,7 +35,14 @@ from octavo.engine.client import EngineClient
 
 
 def create_app(engine: EngineClient, settings: ServerSettings) -> FastAPI:
-    """The ASGI application. It uses the engine but does not own it: whoever built the engine closes it."""
+    """The ASGI application. It uses the engine but does not own it: whoever built the engine closes it.
+
+    Raises ConfigError when the settings name a policy file that is not valid for this engine.
+    """
+    contract = Contract(settings, engine.info)
+    if contract.path is not None:
+        engine.apply_policy(contract.now.policy)
+        contract.on_change(engine.apply_policy)
     model_names = settings.served_model_names or (engine.info.model_name,)
     metrics = Metrics(engine, model_names[0])
     generations = Generations(engine, metrics)
@@ -61,6 +70,7 @@ def create_app(engine: EngineClient, settings: ServerSettings) -> FastAPI:
     app.state.context = ServerContext(
         engine=engine,
         settings=settings,
+        contract=contract,
         model_names=model_names,
         metrics=metrics,
         generations=generations,
@@ -83,8 +93,9 @@ def create_app(engine: EngineClient, settings: ServerSettings) -> FastAPI:
         tokenization,
         operations,
         cache_admin,
+        cache_policy,
         dashboard,
     ):
         app.include_router(module.router)
-    app.add_middleware(EdgeMiddleware, settings=settings)
+    app.add_middleware(EdgeMiddleware, settings=settings, contract=contract)
     return app

@@ -1,5 +1,5 @@
-"""API keys, and the guard against other web sites that use a visitor's browser to reach an open local
-server."""
+"""API keys and whose they are, and the guard against other web sites that use a visitor's browser to reach an open
+local server."""
 
 from __future__ import annotations
 
@@ -7,26 +7,69 @@ import hashlib
 import hmac
 import ipaddress
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final, Literal
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import Scope
 
 from octavo.api.errors import ApiError
+from octavo.cache.policy import ADMIN_TENANT, DEFAULT_TENANT, Policy
 from octavo.errors import ConfigError
 
 #: Paths that need no key: liveness, and the page's own files, which ask for the key themselves.
 _OPEN_PATHS = frozenset({"/", "/health", "/favicon.ico"})
 _OPEN_PREFIX = "/assets/"
 
+#: Paths that show every tenant's numbers. To others than admins they do not exist.
+_ADMIN_PATHS = frozenset({"/metrics", "/octavo/cache", "/octavo/cache/events"})
+
+_SCOPE_KEY = "octavo.caller"
+
 _MIN_KEY_LENGTH = 8
 
 
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whose request it is.
+
+    Attributes:
+        tenant: whose pages it may share, and whose limits it has.
+        role: an admin sees all tenants' numbers, a tenant its own alone.
+    """
+
+    tenant: str
+    role: Literal["tenant", "admin"]
+
+    @property
+    def is_admin(self) -> bool:
+        return self.role == "admin"
+
+
+#: Whoever reaches a server without keys, and whoever has a key of a server without a policy: one tenant, whose every
+#: number is its own.
+ONLY_CALLER: Final = Caller(DEFAULT_TENANT, "admin")
+
+
+def caller_of(request: Request) -> Caller:
+    """Whose request it is, on any route that needs a key where there are keys."""
+    caller = request.scope[_SCOPE_KEY]
+    assert isinstance(caller, Caller)
+    return caller
+
+
+def set_caller(scope: Scope, caller: Caller) -> None:
+    scope[_SCOPE_KEY] = caller
+
+
 class ApiKeys:
-    """A set of keys, kept as SHA-256 digests. Truthy when there is at least one."""
+    """The keys of a key file, kept as SHA-256 digests. Truthy when there is at least one."""
 
     def __init__(self, keys: Iterable[str] = ()) -> None:
-        self._digests = tuple(_digest(key) for key in dict.fromkeys(keys))
+        self.digests = frozenset(_digest(key) for key in keys)
 
     @staticmethod
     def from_file(path: Path) -> ApiKeys:
@@ -47,13 +90,35 @@ class ApiKeys:
         return ApiKeys(keys)
 
     def __bool__(self) -> bool:
-        return bool(self._digests)
+        return bool(self.digests)
 
-    def accepts(self, key: str) -> bool:
+    def __repr__(self) -> str:
+        return f"<{len(self.digests)} API keys>"
+
+
+class KeyRing:
+    """Every key that a server knows, and its caller. Truthy when there is at least one.
+
+    With a policy, keys of the key file are those of an ordinary tenant: others' numbers are not theirs to see.
+    """
+
+    def __init__(self, file_keys: ApiKeys, policy: Policy | None) -> None:
+        owner = ONLY_CALLER if policy is None else Caller(DEFAULT_TENANT, "tenant")
+        entries = [(digest, owner) for digest in sorted(file_keys.digests)]
+        if policy is not None:
+            entries += [(digest, Caller(ADMIN_TENANT, "admin")) for digest in policy.admin_keys]
+            for name, tenant in policy.tenants.items():
+                entries += [(digest, Caller(name, "tenant")) for digest in tenant.keys]
+        self._entries = tuple(entries)
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def find(self, key: str) -> Caller | None:
         """Takes the same time whichever key matches, and whether one does."""
         digest = _digest(key)
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return any(matches)
+        found = [caller for known, caller in self._entries if hmac.compare_digest(digest, known)]
+        return found[0] if found else None
 
 
 def _digest(key: str) -> bytes:
@@ -64,15 +129,22 @@ def needs_key(path: str) -> bool:
     return path not in _OPEN_PATHS and not path.startswith(_OPEN_PREFIX)
 
 
-def check_key(headers: Headers, keys: ApiKeys) -> None:
-    """Raises ApiError (401) unless the request carries a known key as bearer token or x-api-key."""
+def is_for_admins(path: str) -> bool:
+    return path in _ADMIN_PATHS
+
+
+def check_key(headers: Headers, keys: KeyRing) -> Caller:
+    """Whose key the request carries, as bearer token or x-api-key. Raises ApiError (401) if it has none that is
+    known."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     key = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()
     if not key:
         message = "this server needs an API key: send it as Authorization: Bearer KEY, or as x-api-key"
         raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-    if not keys.accepts(key):
+    caller = keys.find(key)
+    if caller is None:
         raise ApiError(401, "unknown API key", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+    return caller
 
 
 def check_origin(headers: Headers, *, host: str, is_local: bool) -> None:

@@ -9,6 +9,7 @@ from typing import TypedDict
 from starlette.requests import Request
 
 from octavo.api.body import Model, read_body
+from octavo.api.contract import Contract
 from octavo.api.dashboard.feed import CacheFeed
 from octavo.api.errors import model_not_found
 from octavo.api.generation import Generations
@@ -23,6 +24,7 @@ from octavo.engine.messages import Finished
 class ServerContext:
     engine: EngineClient
     settings: ServerSettings
+    contract: Contract
     model_names: tuple[str, ...]
     metrics: Metrics
     generations: Generations
@@ -35,9 +37,10 @@ class ServerContext:
         settings = self.settings
         return await read_body(request, model, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)
 
-    def issue_receipt(self, request_id: str, finished: list[Finished]) -> ReceiptJson:
-        """The `cache` object of an answer; a copy without text is kept."""
-        return self.receipts.issue("", request_id, finished, self.engine.tokenizer)
+    def issue_receipt(self, tenant: str, request_id: str, finished: list[Finished]) -> ReceiptJson:
+        """The `cache` object of an answer, at today's prices; a copy without text is kept for the tenant."""
+        prices = self.contract.now.policy.prices
+        return self.receipts.issue(tenant, request_id, finished, self.engine.tokenizer, prices)
 
     def check_model(self, name: str) -> None:
         """Raises ApiError (404, model_not_found)."""

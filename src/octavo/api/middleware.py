@@ -1,4 +1,4 @@
-"""The outermost layer: request ids, the access log, keys, and the last line against exceptions."""
+"""The outermost layer: request ids, the access log, keys, rates, and the last line against exceptions."""
 
 from __future__ import annotations
 
@@ -7,22 +7,30 @@ import time
 import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from octavo.api.auth import check_key, check_origin, needs_key
+from octavo.api.auth import ONLY_CALLER, check_key, check_origin, is_for_admins, needs_key, set_caller
+from octavo.api.contract import Contract
 from octavo.api.errors import handle_exception
+from octavo.api.rates import RateLimits
 from octavo.api.settings import ServerSettings
 
 access_log = logging.getLogger("octavo.access")
 
 
 class EdgeMiddleware:
-    """Wraps the application. Its log has method, route, status and time: no query, no header, no body."""
+    """Wraps the application, and tells it whose each request is (`auth.caller_of`).
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+    Its log has method, route, status and time: no query, no header, no body.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings, contract: Contract) -> None:
         self._app = app
         self._settings = settings
+        self._contract = contract
+        self._rates = RateLimits()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -56,11 +64,20 @@ class EdgeMiddleware:
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
-        if self._settings.api_keys:
-            if needs_key(scope["path"]):
-                check_key(headers, self._settings.api_keys)
+        # Once, so that all of a request is decided by one policy.
+        contract = self._contract.now
+        caller = ONLY_CALLER
+        if contract.keys:
+            if not needs_key(scope["path"]):
+                return
+            caller = check_key(headers, contract.keys)
+            if is_for_admins(scope["path"]) and not caller.is_admin:
+                raise HTTPException(404)
         else:
             check_origin(headers, host=self._settings.host, is_local=self._settings.is_local)
+        set_caller(scope, caller)
+        if scope["method"] == "POST":
+            self._rates.take(caller.tenant, contract.policy.tenant(caller.tenant).rate)
 
 
 def _route(scope: Scope) -> str:

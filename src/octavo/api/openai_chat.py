@@ -12,6 +12,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.api.auth import Caller, caller_of
 from octavo.api.context import ServerContext, Usage, context_of, usage_of
 from octavo.api.errors import JsonResponse, invalid
 from octavo.api.generation import Answer, Choice, Generation, Idle, collect, while_connected
@@ -83,10 +84,10 @@ async def create_chat_completion(request: Request) -> Response:
     body = await context.read(request, ChatCompletionRequest)
     context.check_model(body.model)
     body.check()
-    return await while_connected(request.receive, _answer(context, body))
+    return await while_connected(request.receive, _answer(context, caller_of(request), body))
 
 
-async def _answer(context: ServerContext, body: ChatCompletionRequest) -> Response:
+async def _answer(context: ServerContext, caller: Caller, body: ChatCompletionRequest) -> Response:
     tokenizer = context.engine.tokenizer
     params = body.sampling_params(
         vocab_size=tokenizer.vocab_size, max_tokens=body.token_limit, logprobs=body.wanted_logprobs
@@ -95,8 +96,10 @@ async def _answer(context: ServerContext, body: ChatCompletionRequest) -> Respon
         render_chat, tokenizer, body.messages, body.offered_tools, body.add_generation_prompt is not False
     )
     chat_id = f"chatcmpl-{uuid.uuid4().hex}"
-    generation = context.generations.open([GenerateRequest(chat_id, prompt_array(prompt), params, body.cache_division)])
-    writer = _ChatWriter(context, body, chat_id)
+    generation = context.generations.open(
+        [GenerateRequest(chat_id, prompt_array(prompt), params, body.cache_division, caller.tenant)]
+    )
+    writer = _ChatWriter(context, body, chat_id, caller.tenant)
     if not body.stream:
         with generation:
             (answer,) = (await collect(generation)).values()
@@ -130,10 +133,11 @@ def render_messages(
 class _ChatWriter:
     """Writes one answer in OpenAI's shapes, whole or in chunks."""
 
-    def __init__(self, context: ServerContext, body: ChatCompletionRequest, chat_id: str) -> None:
+    def __init__(self, context: ServerContext, body: ChatCompletionRequest, chat_id: str, tenant: str) -> None:
         self._context = context
         self._body = body
         self._id = chat_id
+        self._tenant = tenant
         self._created = int(time.time())
         self._n = body.n or 1
         self._parsers: list[ToolCallParser] | None = None
@@ -150,7 +154,7 @@ class _ChatWriter:
             "choices": [self._choice(index, choice) for index, choice in enumerate(answer.choices)],
             "usage": usage_of([answer.finished]),
             "system_fingerprint": self._context.system_fingerprint,
-            "cache": self._context.issue_receipt(self._id, [answer.finished]),
+            "cache": self._context.issue_receipt(self._tenant, self._id, [answer.finished]),
         }
 
     def _choice(self, index: int, choice: Choice) -> ChatChoice:
@@ -191,7 +195,7 @@ class _ChatWriter:
                         yield frame
                 elif isinstance(event, Finished):
                     finished.append(event)
-        receipt = self._context.issue_receipt(self._id, finished)
+        receipt = self._context.issue_receipt(self._tenant, self._id, finished)
         if self._body.include_usage:
             yield sse_data({**self._envelope(), "choices": [], "usage": usage_of(finished), "cache": receipt})
         yield DONE

@@ -12,6 +12,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.api.auth import Caller, caller_of
 from octavo.api.context import ServerContext, Usage, context_of, usage_of
 from octavo.api.errors import JsonResponse, invalid
 from octavo.api.generation import Answer, Generation, Idle, collect, while_connected
@@ -69,10 +70,10 @@ async def create_completion(request: Request) -> Response:
     body = await context.read(request, CompletionRequest)
     context.check_model(body.model)
     body.check()
-    return await while_connected(request.receive, _answer(context, body))
+    return await while_connected(request.receive, _answer(context, caller_of(request), body))
 
 
-async def _answer(context: ServerContext, body: CompletionRequest) -> Response:
+async def _answer(context: ServerContext, caller: Caller, body: CompletionRequest) -> Response:
     tokenizer = context.engine.tokenizer
     params = body.sampling_params(
         vocab_size=tokenizer.vocab_size,
@@ -82,10 +83,10 @@ async def _answer(context: ServerContext, body: CompletionRequest) -> Response:
     )
     prompts = await asyncio.to_thread(encode_prompts, tokenizer, body.prompt, body.add_special_tokens is not False)
     completion_id = f"cmpl-{uuid.uuid4().hex}"
-    writer = _CompletionWriter(context, body, completion_id, prompts)
+    writer = _CompletionWriter(context, body, completion_id, prompts, caller.tenant)
     generation = context.generations.open(
         [
-            GenerateRequest(writer.request_id(i), prompt.token_ids, params, body.cache_division)
+            GenerateRequest(writer.request_id(i), prompt.token_ids, params, body.cache_division, caller.tenant)
             for i, prompt in enumerate(prompts)
         ]
     )
@@ -121,8 +122,10 @@ class _CompletionWriter:
         body: CompletionRequest,
         completion_id: str,
         prompts: list[EncodedPrompt],
+        tenant: str,
     ) -> None:
         self._context = context
+        self._tenant = tenant
         self._body = body
         self._id = completion_id
         self._prompts = prompts
@@ -158,7 +161,7 @@ class _CompletionWriter:
                         "finish_reason": _finish_reason(choice.finish_reason),
                     }
                 )
-        receipt = self._context.issue_receipt(self._id, finished)
+        receipt = self._context.issue_receipt(self._tenant, self._id, finished)
         return {**self._envelope(), "choices": choices, "usage": usage_of(finished), "cache": receipt}
 
     async def frames(self, generation: Generation) -> Frames:
@@ -188,7 +191,7 @@ class _CompletionWriter:
                         yield self._chunk(index, "", [], [], _finish_reason(event.finish_reason))
                 elif isinstance(event, Finished):
                     finished.append(event)
-        receipt = self._context.issue_receipt(self._id, finished)
+        receipt = self._context.issue_receipt(self._tenant, self._id, finished)
         if self._body.include_usage:
             yield sse_data({**self._envelope(), "usage": usage_of(finished), "cache": receipt})
         yield DONE

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any
 
-from octavo.cache.receipt import Receipt
+from octavo.cache.policy import Prices
 from octavo.engine.messages import Finished
 from octavo.explain import likely_cause
 from octavo.text.tokenizer import Tokenizer
@@ -18,8 +19,9 @@ ReceiptJson = dict[str, Any] | list[dict[str, Any]]
 MAX_RECEIPTS = 10_000
 
 
-def receipt_object(receipt: Receipt, tokenizer: Tokenizer) -> dict[str, Any]:
+def receipt_object(finished: Finished, tokenizer: Tokenizer, prices: Prices | None) -> dict[str, Any]:
     """The `cache` object of an answer."""
+    receipt = finished.receipt
     miss = receipt.miss
     held = receipt.holdings
     return {
@@ -48,7 +50,21 @@ def receipt_object(receipt: Receipt, tokenizer: Tokenizer) -> dict[str, Any]:
         "expires_at": receipt.expires_at,
         "pool": receipt.pool,
         "policy": receipt.policy,
-        "cost": None,
+        "cost": None if prices is None else _cost(finished, prices),
+    }
+
+
+def _cost(finished: Finished, prices: Prices) -> dict[str, str]:
+    """Amounts as decimal strings: they are exact."""
+
+    def amount(tokens: int, per_million: Decimal) -> str:
+        return f"{(tokens * per_million).scaleb(-6):f}"
+
+    return {
+        "currency": prices.currency,
+        "cached": amount(finished.receipt.hit_tokens, prices.cached),
+        "computed": amount(finished.receipt.computed_tokens, prices.computed),
+        "output": amount(finished.completion_tokens, prices.output),
     }
 
 
@@ -62,9 +78,16 @@ class ReceiptStore:
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[str, str], list[dict[str, Any]]] = OrderedDict()
 
-    def issue(self, tenant: str, request_id: str, finished: Sequence[Finished], tokenizer: Tokenizer) -> ReceiptJson:
+    def issue(
+        self,
+        tenant: str,
+        request_id: str,
+        finished: Sequence[Finished],
+        tokenizer: Tokenizer,
+        prices: Prices | None,
+    ) -> ReceiptJson:
         """The receipt of a request, to be sent with its answer; one for each prompt where there are several."""
-        issued = [receipt_object(one.receipt, tokenizer) for one in finished]
+        issued = [receipt_object(one, tokenizer, prices) for one in finished]
         self._kept[tenant, request_id] = [_without_text(receipt) for receipt in issued]
         while len(self._kept) > MAX_RECEIPTS:
             self._kept.popitem(last=False)

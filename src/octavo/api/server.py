@@ -88,6 +88,7 @@ class OctavoServer(uvicorn.Server):
         assert isinstance(context, ServerContext)
         self._generations = context.generations
         self._feed = context.feed
+        self._contract = context.contract
         self._drain_s = settings.drain_s
         self._ready = ready
         # Its lines hold query strings; the application writes its own.
@@ -122,6 +123,10 @@ class OctavoServer(uvicorn.Server):
         finally:
             deadline.cancel()
 
+    def reload_policy(self) -> None:
+        """Read the policy file again, on a thread of its own; a bad one is logged, and the old policy stays."""
+        threading.Thread(target=self._contract.reload, name="octavo-policy", daemon=True).start()
+
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         """As uvicorn's, but the signals are not raised once more at the end: the caller has to close the engine."""
@@ -130,6 +135,8 @@ class OctavoServer(uvicorn.Server):
             return
         handled = (signal.SIGINT, signal.SIGTERM)
         before = {number: signal.signal(number, self.handle_exit) for number in handled}
+        if self._contract.path is not None and hasattr(signal, "SIGHUP"):
+            before[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda *_: self.reload_policy())
         try:
             yield
         finally:

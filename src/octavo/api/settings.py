@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from octavo.api.auth import ApiKeys
 from octavo.errors import ConfigError
@@ -17,7 +18,8 @@ class ServerSettings:
         host, port: where to listen; port 0 takes a free one.
         served_model_names: the names under which the model answers; the first is reported. Empty takes the
             engine's.
-        api_keys: keys that clients must send; none leaves the server open.
+        api_keys: keys that clients must send, beside those of the policy; none at all leaves the server open.
+        policy_file: the cache contract (docs/policy.md), read at the start and whenever the server is told to.
         max_body_bytes: larger requests are refused.
         body_timeout_s: a request's body must arrive within this time.
         write_timeout_s: a client that takes none of its answer for so long is cut off (where the system can tell).
@@ -32,6 +34,7 @@ class ServerSettings:
     port: int = 8000
     served_model_names: tuple[str, ...] = ()
     api_keys: ApiKeys = field(default_factory=ApiKeys)
+    policy_file: Path | None = None
     max_body_bytes: int = 16 << 20
     body_timeout_s: float = 60.0
     write_timeout_s: float = 60.0

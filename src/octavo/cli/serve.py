@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import webbrowser
 from pathlib import Path
@@ -44,6 +45,15 @@ def serve_command(
             help="A file with one API key a line (# begins a comment). Without it no key is needed.",
         ),
     ] = None,
+    policy: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="OCTAVO_POLICY",
+            rich_help_panel=_CACHE,
+            help="The cache contract, a TOML file (docs/policy.md): tenants, keys, rates, codecs, prices. "
+            "SIGHUP reads it again.",
+        ),
+    ] = None,
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(
@@ -65,9 +75,13 @@ def serve_command(
         ),
     ] = "auto",
     kv_codec: Annotated[
-        str,
-        typer.Option(envvar="OCTAVO_KV_CODEC", rich_help_panel=_CACHE, help=f"How sealed pages are stored: {_CODECS}."),
-    ] = CachePolicy().key_codec,
+        str | None,
+        typer.Option(
+            envvar="OCTAVO_KV_CODEC",
+            rich_help_panel=_CACHE,
+            help=f"How sealed pages are stored: {_CODECS}. Default: the policy's, else {CachePolicy().key_codec}.",
+        ),
+    ] = None,
     k_codec: Annotated[
         str | None,
         typer.Option(envvar="OCTAVO_K_CODEC", rich_help_panel=_CACHE, help="Codec of keys, if not --kv-codec."),
@@ -158,7 +172,21 @@ def serve_command(
     from octavo.api.auth import ApiKeys
     from octavo.api.server import bind, run_server, url_of
     from octavo.api.settings import ServerSettings
+    from octavo.cache.policy import Policy
+    from octavo.cache.policy_file import Surroundings, parse_policy, read_policy_text
     from octavo.engine.build import build_engine
+
+    api_keys = ApiKeys.from_file(api_key_file) if api_key_file is not None else ApiKeys()
+    key_codec, value_codec = k_codec or kv_codec, v_codec or kv_codec
+    contract = Policy(key_codec=key_codec or Policy().key_codec, value_codec=value_codec or Policy().value_codec)
+    if policy is not None:
+        # Before the model is loaded, for its codecs and so that a bad file is told at once. The server reads it again
+        # when it knows the engine's budget.
+        around = Surroundings(key_codec, value_codec, other_keys=api_keys.digests)
+        contract = parse_policy(read_policy_text(policy), str(policy), around)
+        if hasattr(signal, "SIGHUP"):
+            # It would end the process while the model is loaded; from then on the server hears it.
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     config = EngineConfig(
         backend=backend,
@@ -171,20 +199,22 @@ def serve_command(
         isa=isa,
         profile=profile,
         policy=CachePolicy(
-            key_codec=k_codec or kv_codec, value_codec=v_codec or kv_codec, prefix_cache=not no_prefix_cache
+            key_codec=contract.key_codec, value_codec=contract.value_codec, prefix_cache=not no_prefix_cache
         ),
     )
     settings = ServerSettings(
         host=host,
         port=port,
         served_model_names=tuple(served_model_name or ()),
-        api_keys=ApiKeys.from_file(api_key_file) if api_key_file is not None else ApiKeys(),
+        api_keys=api_keys,
+        policy_file=policy,
         max_body_bytes=parse_bytes(max_body),
     )
     err = Console(stderr=True, highlight=False)
-    if not settings.is_local and not settings.api_keys:
+    if not settings.is_local and not api_keys and not contract.has_keys:
         err.print(
-            f"[yellow]warning:[/] anyone who reaches {host} can use this server; --api-key-file asks for keys",
+            f"[yellow]warning:[/] anyone who reaches {host} can use this server; --api-key-file and --policy ask for "
+            "keys",
             soft_wrap=True,
         )
     # Before the model is loaded, so that a taken port is noticed at once.

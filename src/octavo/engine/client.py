@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from octavo.cache.policy import Policy
 from octavo.engine.messages import GenerateRequest, Sink
 from octavo.text.tokenizer import Tokenizer
 
@@ -146,6 +147,11 @@ class EngineClient(Protocol):
 
     def page_map(self) -> list[FrameMap]:
         """For the page at "/": every frame of the arena, in order. May wait for the step in progress."""
+        ...
+
+    def apply_policy(self, policy: Policy) -> None:
+        """Lifetimes, floors and caps that hold from now on: pages keep the deadline they were published with, but are
+        used under the new time to live; a tenant above its new cap loses cached pages as it asks for more."""
         ...
 
     def erase(self, tenant: str, salt: str | None = None) -> ErasureReport:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TypeVar
 
 from octavo.cache.manager import KVCache
+from octavo.cache.policy import Policy
 from octavo.engine.admission import checked_max_tokens
 from octavo.engine.answering import Answers
 from octavo.engine.choosing import Chooser
@@ -130,6 +131,13 @@ class Engine:
     def page_map(self) -> list[FrameMap]:
         # Only the copying is the engine's work.
         return page_map(self.call(self._cache.arena.snapshot, timeout_s=10.0), self._cache.classes)
+
+    def apply_policy(self, policy: Policy) -> None:
+        def apply() -> None:
+            self._cache.tree.lifetime = policy.lifetime
+            self._cache.quotas = policy.quotas(self.info.kv_memory_bytes)
+
+        self.call(apply, timeout_s=30.0)
 
     def erase(self, tenant: str, salt: str | None = None) -> ErasureReport:
         def erase() -> ErasureReport:

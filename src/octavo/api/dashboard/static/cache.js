@@ -5,6 +5,8 @@ import { PageMap, STATES, colours, drawCell } from "./pagemap.js";
 
 const byId = (id) => document.getElementById(id);
 const RETRY_MS = [500, 1000, 2000, 4000];
+// With a tenant's key there is no view of the cache, unless a new policy gives one.
+const NO_VIEW_MS = 30_000;
 
 export function formatBytes(n) {
   for (const [unit, name] of [[2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]]) {
@@ -69,7 +71,11 @@ export class CachePanel {
   async follow() {
     for (let failures = 0; ; ) {
       try {
-        const response = await request("/octavo/cache/events");
+        const response = await this.open();
+        if (response === null) {
+          await new Promise((resolve) => setTimeout(resolve, NO_VIEW_MS));
+          continue;
+        }
         for await (const event of events(response)) {
           if (!event.data) continue;
           const snapshot = JSON.parse(event.data);
@@ -91,6 +97,21 @@ export class CachePanel {
         this.handlers.onTrouble(`${told}; trying again …`);
         await new Promise((resolve) => setTimeout(resolve, RETRY_MS[Math.min(failures++, RETRY_MS.length - 1)]));
       }
+    }
+  }
+
+  // The stream of events; null where the key is a tenant's: the view shows all tenants' pages and is for admins. The
+  // chat goes on.
+  async open() {
+    try {
+      return await request("/octavo/cache/events");
+    } catch (error) {
+      if (error.status !== 404) throw error;
+      const [model] = (await (await request("/v1/models")).json()).data;
+      this.handlers.onTrouble(null);
+      this.handlers.onModel({ model: model.id, info: model });
+      byId("map-detail").textContent = "With this key there is no view of the cache; it is for admin keys.";
+      return null;
     }
   }
 
