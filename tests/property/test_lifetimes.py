@@ -17,13 +17,14 @@ from octavo.cache.footprint import Footprint
 from octavo.cache.format import Form
 from octavo.cache.lifetime import Lifetime
 from octavo.cache.manager import KVCache
+from octavo.cache.pins import Pins
 from octavo.cache.radix import PrefixIdentity
 from octavo.cache.spec import CacheSpec, FullGroup
 from octavo.config import CachePolicy, EngineConfig
 from octavo.engine.engine import Engine
 from octavo.engine.messages import Delta, Event, Finished, GenerateRequest, SamplingParams
 from octavo.engine.prompt import prompt_array
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, RequestError
 from octavo.ops.host_store import HostStore, host_memory
 from tests.property.test_receipts import ask, text, why
 from tests.support.tiny import tiny_engine
@@ -326,3 +327,76 @@ def collect(events: queue.SimpleQueue[Event]) -> list[Any]:
             result.append((event.text, event.token_ids, event.logprobs))
         elif isinstance(event, Finished):
             return result
+
+
+# ---- pins ---------------------------------------------------------------------------------------------------
+
+
+def test_a_pin_outlasts_pressure_and_its_time_to_live() -> None:
+    world = World(ttl_s=10)
+    pins = Pins(world.cache, lambda: world.now)
+    kept = list(range(5 * PAGE))
+    world.serve(kept)
+    pin = pins.add(IDENTITY, np.array([*kept, 7], dtype=np.int32), 100)
+    assert (pin.n_tokens, pin.tenant) == (5 * PAGE, "t")
+    for i in range(60):
+        world.now += 1
+        world.serve([1000 + i] * 12 * PAGE)
+        world.expire()
+        pins.expire()
+    assert world.serve(kept) == 5 * PAGE
+    again = pins.add(IDENTITY, np.array(kept, dtype=np.int32), 100)
+    assert (again.id, len(pins)) == (pin.id, 1), "the same prefix is the same pin"
+    world.now += 101
+    pins.expire()
+    world.expire()
+    assert len(pins) == 0
+    assert world.cache.tree.n_nodes == 0
+    assert integrity.check(world.cache) == []
+
+
+def test_pins_cannot_fill_the_cache() -> None:
+    world = World()
+    pins = Pins(world.cache, lambda: world.now)
+    refused = 0
+    for i in range(40):
+        tokens = [i] * 10 * PAGE
+        world.serve(tokens)
+        try:
+            pins.add(IDENTITY, np.array(tokens, dtype=np.int32), 1000)
+        except RequestError as error:
+            refused += error.code == "pin_limit_exceeded"
+        assert integrity.check(world.cache) == []
+    assert refused
+    assert len(pins) > 3
+    held = sum(pin.n_bytes for pin in pins.of("t"))
+    assert held <= world.cache.footprint.arena_bytes // 2
+    # A newcomer of four fifths of that is still admitted beside them.
+    assert world.serve([99] * (held * 4 // 5 // world.cache.classes[0].page_bytes) * PAGE) == 0
+    assert pins.give_way("nobody") is False
+    assert pins.give_way() is True
+
+
+def test_a_pin_ends_with_its_pages() -> None:
+    world = World(max_age_s=20)
+    pins = Pins(world.cache, lambda: world.now)
+    world.serve(list(range(2 * PAGE)))
+    pin = pins.add(IDENTITY, np.arange(2 * PAGE, dtype=np.int32), 1000)
+    assert pin.expires_at - time.time() == pytest.approx(20, abs=1)
+    world.now += 21
+    world.expire()
+    pins.expire()
+    assert len(pins) == 0
+    assert world.cache.arena.free_frames == world.cache.arena.n_frames
+    world.serve(list(range(2 * PAGE)))
+    pin = pins.add(IDENTITY, np.arange(2 * PAGE, dtype=np.int32), 1000)
+    assert pins.remove("other", pin.id) is None, "another tenant's"
+    assert pins.remove("t", pin.id) is not None
+    assert pins.remove("t", pin.id) is None
+    with pytest.raises(RequestError, match="nothing to pin"):
+        pins.add(IDENTITY, np.arange(500, 500 + PAGE, dtype=np.int32), 10)
+    pins.add(IDENTITY, np.arange(2 * PAGE, dtype=np.int32), 1000)
+    pins.erase("t", None)
+    world.cache.erase("t")
+    assert world.cache.arena.free_frames == world.cache.arena.n_frames
+    assert integrity.check(world.cache) == []

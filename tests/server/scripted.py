@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from octavo.cache.pins import Pin
 from octavo.cache.policy import Policy
 from octavo.cache.receipt import Holdings, Receipt
 from octavo.engine.client import (
@@ -142,6 +143,7 @@ class ScriptedEngine:
         self.script = Script()
         self.requests: list[GenerateRequest] = []
         self.cancelled: list[str] = []
+        self.pins: dict[str, Pin] = {}
         self._running: dict[str, threading.Event] = {}
         self._pages: set[tuple[str, str, bytes]] = set()
         self._changed = threading.Condition()
@@ -215,6 +217,18 @@ class ScriptedEngine:
 
     def apply_policy(self, policy: Policy) -> None:
         self.policy = policy
+
+    def pin(self, tenant: str, salt: str, prompt: Any, ttl_s: float) -> Pin:
+        n_tokens = len(prompt) // PAGE_SIZE * PAGE_SIZE
+        if (salt, prompt[:n_tokens].tobytes()) not in self._pages or not n_tokens:
+            raise RequestError("no whole page of this prompt is cached, so there is nothing to pin", param="prompt")
+        pin = Pin(f"pin_{len(self.pins)}", tenant, n_tokens, n_tokens * 64, time.time() + ttl_s)
+        self.pins[pin.id] = pin
+        return pin
+
+    def unpin(self, tenant: str, pin_id: str) -> Pin | None:
+        pin = self.pins.get(pin_id)
+        return self.pins.pop(pin_id) if pin is not None and pin.tenant == tenant else None
 
     def erase(self, tenant: str, salt: str | None = None) -> ErasureReport:
         gone = [key for key in self._pages if salt in (None, key[0])]

@@ -74,6 +74,7 @@ async def _answer(context: ServerContext, caller: Caller, body: MessagesRequest)
         with generation:
             (answer,) = (await collect(generation)).values()
             assert answer.finished is not None
+            await writer.pin()
             return JsonResponse(writer.message(answer.choices[0], answer.finished))
     return await stream_answer(
         generation,
@@ -107,7 +108,6 @@ class _MessageWriter:
                 content[-1]["text"] += piece.text
             else:
                 content.append({"type": "text", "text": piece.text})
-        pin_prefixes(self._context.engine, self._request, self._control)
         return {
             **self._envelope(self._usage(finished.prompt_tokens, finished.cached_tokens, finished.completion_tokens)),
             "content": content,
@@ -115,6 +115,11 @@ class _MessageWriter:
             "stop_sequence": _stop_sequence(choice.stop_reason),
             "cache": self._context.issue_receipt(self._request.tenant, self._request.request_id, [finished]),
         }
+
+    async def pin(self) -> None:
+        """Keep what the request has marked."""
+        if self._control.breakpoints:
+            await asyncio.to_thread(pin_prefixes, self._context.engine, self._request, self._control)
 
     async def frames(self, generation: Generation) -> Frames:
         last: Delta | None = None
@@ -140,7 +145,7 @@ class _MessageWriter:
         assert finished is not None
         for frame in self._close_text():
             yield frame
-        pin_prefixes(self._context.engine, self._request, self._control)
+        await self.pin()
         yield sse_event(
             {
                 "type": "message_delta",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from typing import Any
 
 from fastapi import APIRouter
@@ -12,7 +13,12 @@ from starlette.responses import Response
 from octavo.api.auth import Caller, caller_of
 from octavo.api.context import ServerContext, context_of
 from octavo.api.errors import ApiError, JsonResponse
+from octavo.api.generation import collect, while_connected
+from octavo.api.openai_completions import encode_prompts
+from octavo.api.schemas.utility import PinRequest
+from octavo.cache.pins import Pin
 from octavo.cache.policy import ADMIN_TENANT, DEFAULT_TENANT
+from octavo.engine.messages import GenerateRequest, SamplingParams
 
 router = APIRouter()
 
@@ -47,6 +53,49 @@ def _what_if(context: ServerContext, caller: Caller) -> dict[str, Any]:
         "query_tokens": report.query_tokens,
         "curve": [{"memory": multiple, "hit_rate": rate} for multiple, rate in report.what_if],
         "hit_fraction_histogram": histogram,
+    }
+
+
+@router.post("/v1/cache/pins")
+async def add_pin(request: Request) -> Response:
+    """Keep a prompt's whole pages for a while, whatever the pressure; computed first where they are not cached."""
+    context, caller = context_of(request), caller_of(request)
+    body = await context.read(request, PinRequest)
+    context.check_model(body.model)
+    ttl_s = body.ttl_s()
+    return await while_connected(request.receive, _pin(context, caller, body, ttl_s))
+
+
+async def _pin(context: ServerContext, caller: Caller, body: PinRequest, ttl_s: float) -> Response:
+    (prompt,) = await asyncio.to_thread(encode_prompts, context.engine.tokenizer, [body.prompt], True)
+    # Computes what is not cached, and nothing beyond the prompt.
+    params = SamplingParams(max_tokens=0)
+    compute = GenerateRequest(f"pin-{uuid.uuid4().hex}", prompt.token_ids, params, "", caller.tenant)
+    with context.generations.open([compute]) as generation:
+        (answer,) = (await collect(generation)).values()
+    assert answer.finished is not None
+    receipt = context.issue_receipt(caller.tenant, compute.request_id, [answer.finished])
+    pin = await asyncio.to_thread(context.engine.pin, caller.tenant, "", prompt.token_ids, ttl_s)
+    return JsonResponse({**_pin_object(pin), "cache": receipt})
+
+
+@router.delete("/v1/cache/pins/{pin_id}")
+async def delete_pin(request: Request, pin_id: str) -> Response:
+    """Let a pin go: its pages stay cached as any, and go when room is needed."""
+    context, caller = context_of(request), caller_of(request)
+    pin = await asyncio.to_thread(context.engine.unpin, caller.tenant, pin_id)
+    if pin is None:
+        raise ApiError(404, f"there is no pin {pin_id!r}", code="not_found")
+    return JsonResponse({**_pin_object(pin), "deleted": True})
+
+
+def _pin_object(pin: Pin) -> dict[str, Any]:
+    return {
+        "id": pin.id,
+        "object": "cache.pin",
+        "tokens": pin.n_tokens,
+        "bytes": pin.n_bytes,
+        "expires_at": pin.expires_at,
     }
 
 

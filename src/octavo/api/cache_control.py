@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TypedDict
 
 from octavo.engine.client import EngineClient
 from octavo.engine.messages import GenerateRequest
+from octavo.errors import RequestError
+
+log = logging.getLogger("octavo.api")
 
 #: Anthropic's lifetimes, in seconds.
 TTL_S = {"5m": 300.0, "1h": 3600.0}
@@ -67,7 +71,11 @@ def messages_usage(
 
 
 def pin_prefixes(engine: EngineClient, request: GenerateRequest, control: CacheControl) -> None:
-    """Where the whole pages before each breakpoint will be pinned for its `ttl_s`. Called when the answer is complete.
-
-    Pages have no lifetime of their own yet: what is cached stays until room is needed, least recently used first.
-    """
+    """Pin the whole pages before each breakpoint for its `ttl_s`, when the answer is complete. May wait for the step in
+    progress. Where pins hold what they may already, the pages stay as any: least recently used first."""
+    for point in control.breakpoints:
+        prefix = request.prompt_token_ids[: point.token_index]
+        try:
+            engine.pin(request.tenant, request.cache_salt, prefix, point.ttl_s)
+        except RequestError as error:
+            log.info("a marked prefix of %d tokens is not pinned: %s", point.token_index, error)

@@ -185,8 +185,11 @@ class KVCache:
                 self.arena.store.copy_page(int(offsets[own.open_page]), int(offsets[copy]), n_bytes)
         return child
 
-    def release(self, table: BlockTable) -> None:
-        """The sequence is over or preempted. Published pages stay cached; the rest is freed."""
+    def release(self, table: BlockTable, *, refresh: bool = True) -> None:
+        """The sequence is over or preempted. Published pages stay cached; the rest is freed.
+
+        refresh: whether this was a use, after which their time to live begins anew.
+        """
         for own in table.groups:
             if table.erased:
                 self._zero_when_freed(own)
@@ -195,7 +198,7 @@ class KVCache:
                 self.arena.release(np.array([own.open_page], dtype=np.int64))
             own.entries, own.n_passed, own.open_page = Entries(), 0, None
         if table.node is not None:
-            if table.publishes:
+            if refresh and table.publishes:
                 self.tree.touch(table.node)
             self.tree.unlock(table.node)
         table.node, table.num_computed_tokens = None, 0

@@ -250,6 +250,13 @@ class PrefixTree:
             one.expires_at = least = expiry
             one = one.parent
 
+    def keep(self, node: Node, until: float) -> None:
+        """A path as far as this node does not expire before `until`, or its deadline."""
+        one: Node | None = node
+        while one is not None and one.expires_at < until:
+            one.expires_at = max(one.expires_at, min(until, one.deadline))
+            one = one.parent
+
     def expire(self, limit: int = 64) -> int:
         """Let go of pages whose time is over, looking at no more than `limit`; how many went.
 

@@ -11,6 +11,7 @@ from octavo.cache.format import Form
 from octavo.cache.ghosts import Ghosts
 from octavo.cache.lifetime import Lifetime
 from octavo.cache.manager import KVCache
+from octavo.cache.pins import Pins
 from octavo.config import EngineConfig
 from octavo.engine.client import EngineInfo, PageClassInfo
 from octavo.engine.decoder import Decoder
@@ -64,12 +65,14 @@ def assemble_engine(model: LoadedModel, config: EngineConfig, model_name: str | 
         observer=ghosts,
         lifetime=Lifetime(policy.ttl_s, policy.max_age_s),
     )
+    pins = Pins(cache)
     scheduler = Scheduler(
         cache,
         fingerprint(model, ops, config),
         max_num_seqs=config.max_num_seqs,
         step_tokens=config.step_tokens,
         ghosts=ghosts,
+        pins=pins,
     )
     info = EngineInfo(
         model_name=model_name or model.name,
@@ -88,7 +91,9 @@ def assemble_engine(model: LoadedModel, config: EngineConfig, model_name: str | 
         ),
     )
     runner = Runner(decoder, ops, cache)
-    return Engine(info, model.tokenizer, ops, runner, cache, scheduler, max_queue=config.max_queue, profile=profile)
+    return Engine(
+        info, model.tokenizer, ops, runner, cache, scheduler, pins, max_queue=config.max_queue, profile=profile
+    )
 
 
 def make_ghosts(footprint: Footprint) -> Ghosts:

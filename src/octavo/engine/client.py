@@ -6,9 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.cache.pins import Pin
 from octavo.cache.policy import Policy
 from octavo.engine.messages import GenerateRequest, Sink
 from octavo.text.tokenizer import Tokenizer
+
+I32 = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +158,16 @@ class EngineClient(Protocol):
     def apply_policy(self, policy: Policy) -> None:
         """Lifetimes, floors and caps that hold from now on: pages keep the deadline they were published with, but are
         used under the new time to live; a tenant above its new cap loses cached pages as it asks for more."""
+        ...
+
+    def pin(self, tenant: str, salt: str, prompt: I32, ttl_s: float) -> Pin:
+        """Keep the cached whole pages of a prompt for so long, whatever the pressure. The same prefix again is the same
+        pin. Raises RequestError where nothing of it is cached, or pins hold what they may. May wait for the step in
+        progress."""
+        ...
+
+    def unpin(self, tenant: str, pin_id: str) -> Pin | None:
+        """Let a tenant's pin go; None where it has none of this id."""
         ...
 
     def erase(self, tenant: str, salt: str | None = None) -> ErasureReport:

@@ -14,11 +14,12 @@ from functools import partial
 from typing import TypeVar
 
 from octavo.cache.manager import KVCache
+from octavo.cache.pins import Pin, Pins
 from octavo.cache.policy import Policy
 from octavo.engine.admission import checked_max_tokens
 from octavo.engine.answering import Answers
 from octavo.engine.choosing import Chooser
-from octavo.engine.client import CacheReport, EngineInfo, EngineStats, ErasureReport, FrameMap
+from octavo.engine.client import I32, CacheReport, EngineInfo, EngineStats, ErasureReport, FrameMap
 from octavo.engine.messages import Failed, GenerateRequest, Sink
 from octavo.engine.outlet import Outlet
 from octavo.engine.request import Request
@@ -76,6 +77,7 @@ class Engine:
         runner: Runner,
         cache: KVCache,
         scheduler: Scheduler,
+        pins: Pins,
         *,
         max_queue: int,
         profile: Profile | None = None,
@@ -87,6 +89,7 @@ class Engine:
         self._runner = runner
         self._cache = cache
         self._scheduler = scheduler
+        self._pins = pins
         self._max_queue = max_queue
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._n_pending = 0
@@ -139,9 +142,16 @@ class Engine:
 
         self.call(apply, timeout_s=30.0)
 
+    def pin(self, tenant: str, salt: str, prompt: I32, ttl_s: float) -> Pin:
+        return self.call(lambda: self._pins.add(self._scheduler.identity(tenant, salt), prompt, ttl_s), timeout_s=30.0)
+
+    def unpin(self, tenant: str, pin_id: str) -> Pin | None:
+        return self.call(lambda: self._pins.remove(tenant, pin_id), timeout_s=30.0)
+
     def erase(self, tenant: str, salt: str | None = None) -> ErasureReport:
         def erase() -> ErasureReport:
             requests = self._answers.erase(tenant, salt)
+            self._pins.erase(tenant, salt)
             erasure = self._cache.erase(tenant, salt)
             keys = self._scheduler.forget_ghosts(tenant) if salt is None else 0
             return ErasureReport(erasure.pages, erasure.n_bytes, keys, erasure.pending, requests)
@@ -208,6 +218,7 @@ class Engine:
             while not self._closing:
                 self._receive(wait=not self._scheduler.has_work())
                 self._cache.expire()
+                self._pins.expire()
                 if self._scheduler.has_work():
                     with nullcontext() if self.profile is None else self.profile.step():
                         self._step()
@@ -255,7 +266,7 @@ class Engine:
 
     def _receive(self, *, wait: bool) -> None:
         """Take what is there. With nothing else to do, wait for something, or until pages may have expired."""
-        limit = EXPIRY_PERIOD_S if self._cache.tree.lifetime.is_limited else None
+        limit = EXPIRY_PERIOD_S if self._cache.tree.lifetime.is_limited or len(self._pins) else None
         while True:
             try:
                 message = self._inbox.get(block=wait, timeout=limit if wait else None)

@@ -19,6 +19,7 @@ import numpy as np
 from octavo.cache.ghosts import Ghosts
 from octavo.cache.manager import KVCache
 from octavo.cache.misses import find_miss
+from octavo.cache.pins import Pins
 from octavo.cache.radix import Match, PrefixIdentity
 from octavo.cache.table import BlockTable
 from octavo.engine.messages import Started
@@ -55,8 +56,10 @@ class Scheduler:
         max_num_seqs: int,
         step_tokens: int,
         ghosts: Ghosts | None = None,
+        pins: Pins | None = None,
     ) -> None:
         self._cache = cache
+        self._pins = pins
         self._ghosts = ghosts
         self._fingerprint = fingerprint
         self._max_num_seqs = max_num_seqs
@@ -135,9 +138,7 @@ class Scheduler:
             self.waiting.remove(sequence)
             self._admit(sequence, table, match)
             n = min(sequence.num_remaining_tokens, budget)
-            try:
-                self._take_pages(sequence, n)
-            except OutOfPages:
+            if self._take_pages(sequence, n) is not None:
                 # Nothing was computed, so this is not a preemption.
                 self._release(sequence)
                 self.waiting.appendleft(sequence)
@@ -183,7 +184,7 @@ class Scheduler:
             if item.sequence.table is None:
                 continue  # its request has failed
             try:
-                self._take_pages(item.sequence, item.n_tokens)
+                self._reserve_pages(item.sequence, item.n_tokens)
             except OutOfPages:
                 continue  # a fork took the room; the scheduler comes back to this sequence
             yield from self.isolated([item], run, fail)
@@ -209,21 +210,28 @@ class Scheduler:
 
     def _reserve(self, sequence: Sequence, n_tokens: int, step: list[ScheduledSequence]) -> bool:
         """Reserve, preempting younger sequences as needed; False if `sequence` itself had to go."""
-        assert sequence.table is not None
+        while (shortage := self._take_pages(sequence, n_tokens)) is not None:
+            # At a tenant's cap it is one of its own that has to go.
+            victim = next(s for s in reversed(self.running) if shortage.tenant in (None, s.request.message.tenant))
+            self._preempt(victim)
+            step[:] = [item for item in step if item.sequence is not victim]
+            if victim is sequence:
+                return False
+        return True
+
+    def _take_pages(self, sequence: Sequence, n_tokens: int) -> OutOfPages | None:
+        """Pages for a sequence's next tokens, or why there are none. What has to be evicted for them is on its account;
+        where it is the only one that could give way, pins do."""
         while True:
             try:
-                self._take_pages(sequence, n_tokens)
-                return True
+                self._reserve_pages(sequence, n_tokens)
+                return None
             except OutOfPages as error:
-                # At a tenant's cap it is one of its own that has to go.
-                victim = next(s for s in reversed(self.running) if error.tenant in (None, s.request.message.tenant))
-                self._preempt(victim)
-                step[:] = [item for item in step if item.sequence is not victim]
-                if victim is sequence:
-                    return False
+                mates = [s for s in self.running if error.tenant in (None, s.request.message.tenant)]
+                if mates != [sequence] or self._pins is None or not self._pins.give_way(error.tenant):
+                    return error
 
-    def _take_pages(self, sequence: Sequence, n_tokens: int) -> None:
-        """Pages for a sequence's next tokens; what has to be evicted for them is on its account. Raises OutOfPages."""
+    def _reserve_pages(self, sequence: Sequence, n_tokens: int) -> None:
         assert sequence.table is not None
         before = self._cache.tree.evicted_pages
         try:
@@ -304,9 +312,11 @@ class Scheduler:
         return most > 0 and most > self._cache.find_prefix(self._identity(sequence), tokens, len(tokens) - 1).n_tokens
 
     def _identity(self, sequence: Sequence) -> PrefixIdentity:
-        message = sequence.request.message
-        form = self._cache.classes.default_form
-        return PrefixIdentity(self._fingerprint, "", form, "all", message.tenant, message.cache_salt)
+        return self.identity(sequence.request.message.tenant, sequence.request.message.cache_salt)
+
+    def identity(self, tenant: str, salt: str) -> PrefixIdentity:
+        """What pages that are computed now are published under."""
+        return PrefixIdentity(self._fingerprint, "", self._cache.classes.default_form, "all", tenant, salt)
 
     def _match_limit(self, sequence: Sequence) -> int:
         """Tokens that a hit may serve. The last one is computed again in any case: its logits choose the next."""
