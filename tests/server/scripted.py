@@ -220,7 +220,7 @@ class ScriptedEngine:
 
     def pin(self, tenant: str, salt: str, prompt: Any, ttl_s: float) -> Pin:
         n_tokens = len(prompt) // PAGE_SIZE * PAGE_SIZE
-        if (salt, prompt[:n_tokens].tobytes()) not in self._pages or not n_tokens:
+        if (tenant, salt, prompt[:n_tokens].tobytes()) not in self._pages or not n_tokens:
             raise RequestError("no whole page of this prompt is cached, so there is nothing to pin", param="prompt")
         pin = Pin(f"pin_{len(self.pins)}", tenant, n_tokens, n_tokens * 64, time.time() + ttl_s)
         self.pins[pin.id] = pin
@@ -231,7 +231,7 @@ class ScriptedEngine:
         return self.pins.pop(pin_id) if pin is not None and pin.tenant == tenant else None
 
     def erase(self, tenant: str, salt: str | None = None) -> ErasureReport:
-        gone = [key for key in self._pages if salt in (None, key[0])]
+        gone = [key for key in self._pages if key[0] == tenant and salt in (None, key[1])]
         self._pages.difference_update(gone)
         return ErasureReport(len(gone), 0, 1, 0, len(self._running))
 

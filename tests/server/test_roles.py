@@ -76,7 +76,7 @@ ROWS = [
     Row("POST", "/v1/messages", TENANTS, MESSAGES),
     Row("POST", "/v1/messages/count_tokens", TENANTS, COUNT),
     Row("GET", "/v1/cache/what-if", TENANTS),
-    Row("POST", "/v1/cache/pins", TENANTS, {"model": "scripted", "prompt": "x" * 40}),
+    Row("POST", "/v1/cache/pins", TENANTS, {"model": "scripted", "prompt": "x" * 48}),
     Row("DELETE", "/v1/cache/pins/{pin_id}", (401, 401, 404, 404, 404, 404), path="/v1/cache/pins/x", alone=404),
     # Nobody has asked anything under this id.
     Row(

@@ -190,12 +190,13 @@ class KVCache:
 
         refresh: whether this was a use, after which their time to live begins anew.
         """
-        for own in table.groups:
+        for g, own in enumerate(table.groups):
             if table.erased:
                 self._zero_when_freed(own)
             self.arena.release(own.entries.handles)
             if own.open_page is not None:
                 self.arena.release(np.array([own.open_page], dtype=np.int64))
+            self._tell_passed(table, g, own.n_passed, own.n_pages)
             own.entries, own.n_passed, own.open_page = Entries(), 0, None
         if table.node is not None:
             if refresh and table.publishes:
@@ -261,7 +262,14 @@ class KVCache:
     def _protected(self, tenant: str) -> int:
         """Bytes of a tenant's cached pages that no other tenant's request can take."""
         usage, floor = self.usage_of(tenant), self.quotas.floor(tenant)
-        return min(max(floor - (usage.used - usage.cached), 0), usage.cached) if floor else 0
+        if not floor:
+            return 0
+        return min(max(floor + self._most_at_once() - (usage.used - usage.cached), 0), usage.cached)
+
+    def _most_at_once(self) -> int:
+        """The most bytes that one eviction takes: a node's page in every group, each of the largest form."""
+        groups = range(len(self.groups))
+        return sum(max(c.page_bytes for c in self.classes if c.group == g and not c.is_open) for g in groups)
 
     def holdings(self, tables: Iterable[BlockTable]) -> Holdings:
         """The distinct pages that these tables hold."""
@@ -324,11 +332,17 @@ class KVCache:
             self.arena.release(own.entries.handles[:n])
             own.entries.drop_first(n)
             own.n_passed += n
-            node = table.node
-            while node is not None and node.depth >= own.n_passed - n:
-                if node.depth < own.n_passed:
-                    self.tree.passed(node, g)
-                node = node.parent
+            self._tell_passed(table, g, own.n_passed - n, own.n_passed)
+
+    def _tell_passed(self, table: BlockTable, g: int, first: int, end: int) -> None:
+        """The table no longer reads its pages [first, end) of a group; where they may go one by one, the tree is told."""
+        if self.groups[g].serves_from_leaves:
+            return
+        node = table.node
+        while node is not None and node.depth >= first:
+            if node.depth < end:
+                self.tree.passed(node, g)
+            node = node.parent
 
     def _allocate(self, page_class: PageClass, tenant: str) -> PageHandle:
         """Raises OutOfPages, with `tenant` set where it is the tenant's own cap that is reached."""
@@ -351,6 +365,4 @@ class KVCache:
         """Whether a tenant's request may take a page of another: not below the other's floor."""
         if victim == tenant or not self.quotas.floor(victim):
             return True
-        # What goes at once: a node's page in every group, of the largest form.
-        sealed = (max(c.page_bytes for c in self.classes if c.group == g) for g in range(len(self.groups)))
-        return self.usage_of(victim).used - sum(sealed) >= self.quotas.floor(victim)
+        return self.usage_of(victim).used - self._most_at_once() >= self.quotas.floor(victim)
