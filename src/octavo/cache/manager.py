@@ -239,8 +239,13 @@ class KVCache:
         need: Counter[int] = Counter(pages)
         for page_class in self.classes:
             need[page_class.index] += self.arena.usage(page_class.index).active
+        frames = self.footprint.frames_holding(need)
         protected = sum(self._protected(other) for other in self._owners if other != tenant)
-        frames = self.footprint.frames_holding(need) + -(-protected // self.arena.frame_bytes)
+        if protected:
+            # Of which classes is not known: each may keep a frame that is not full.
+            sealed = [page_class for page_class in self.classes if not page_class.is_open]
+            filled = min(self.footprint.per_frame(page_class) * page_class.page_bytes for page_class in sealed)
+            frames += -(-protected // filled) + len(sealed)
         return frames <= self.arena.n_frames
 
     def within_cap(self, pages: Mapping[int, int], tenant: str) -> bool:
@@ -335,7 +340,7 @@ class KVCache:
             self._tell_passed(table, g, own.n_passed - n, own.n_passed)
 
     def _tell_passed(self, table: BlockTable, g: int, first: int, end: int) -> None:
-        """The table no longer reads its pages [first, end) of a group; where they may go one by one, the tree is told."""
+        """The table no longer reads its pages [first, end) of a group; the tree is told where they may go singly."""
         if self.groups[g].serves_from_leaves:
             return
         node = table.node
